@@ -1,10 +1,12 @@
-//! The executable `launch`. Depending on its first argument, it runs as a worker, as the sandbox
-//! process of a worker, or as the launcher.
+//! The executable `launch`, which runs as the launcher, as a worker, or as the sandbox process of a
+//! worker. Depending on its first argument, it runs as a worker, as the sandbox process of a
+//! worker, or as the launcher.
 use std::process::ExitCode;
 use worker::{GpuCheckOptions, GpuCheckTask, PartFilter};
 
-/// Runs this process as a worker or as a sandbox process if the first argument is `worker` or
-/// `sandbox`, and otherwise as the launcher. Returns the exit code of the role.
+/// Runs this process as a worker or sandbox process if the first argument is `worker` or `sandbox`,
+/// and otherwise as the launcher, which starts and supervises workers. Returns the exit code of the
+/// role.
 fn main() -> ExitCode {
     // Crate `launcher` does not depend on crate `worker`, so the worker's roles are dispatched
     // here.

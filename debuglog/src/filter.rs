@@ -1,10 +1,10 @@
-//! [`Filter`]: the log filter of a process, which selects by target and level the `tracing` events
-//! that the debug log contains.
+//! [`Filter`]: the log filter of a process, which decides by target and level which `tracing`
+//! events are written to the debug log.
 use std::{error::Error, fmt};
 use tracing_subscriber::EnvFilter;
 
-/// The log filter that a process uses if the user chooses none: events of level `info` and above,
-/// which are important decisions.
+/// The log filter that a process uses if the user chooses none: `info`, which logs the levels
+/// `info`, `warn` and `error`.
 pub const DEFAULT_FILTER: &str = "info";
 
 /// A valid log filter, which selects events by target and level, such as `agent=debug,info`. The
@@ -14,7 +14,7 @@ pub struct Filter {
     directives: String,
 }
 
-/// The error that a text is not a valid list of log filter directives.
+/// The error for a text that cannot be parsed as log filter directives such as `agent=debug,info`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InvalidFilter {
     /// The parser's message, which states why the directives are not valid.
@@ -47,8 +47,8 @@ impl Filter {
         }
     }
 
-    /// Selects the filter of a process: `directives` if they are given and not empty, otherwise the
-    /// level for the number of `-v` options (1: `info`, 2: `debug`, 3 and more: `trace`).
+    /// Returns the log filter of a process, parsed from `directives` or, if these are absent or
+    /// blank, derived from the number of `-v` options on the command line.
     ///
     /// # Errors
     /// Fails if the directives are invalid.

@@ -1,4 +1,5 @@
-//! Crate `debuglog`: a log for developers that explains the decisions of a process.
+//! Crate `debuglog`: a log file for developers, to which a process of launch (controller, agent or
+//! worker) writes its `tracing` events.
 //!
 //! Modules record events and spans with the macros of crate `tracing`. [`start`] selects which of
 //! them are logged, and [`open_log_file`] opens the file of the process. Logging never blocks the

@@ -19,21 +19,21 @@ use tracing_subscriber::fmt::MakeWriter;
 /// The size limit of a debug log file, in bytes. A full file is renamed to `NAME.1`, which replaces
 /// an older one.
 pub const MAX_FILE_BYTES: u64 = 8 << 20;
-/// The largest number of log lines that wait in memory: in the queue of the thread that writes the
-/// file or, before a file is open, in a list. Further lines are dropped.
+/// The largest number of debug log lines that wait in memory to be written to the log file. Further
+/// lines are dropped.
 const MAX_QUEUED_LINES: usize = 1024;
 /// How long a process that is about to end waits until its queued log lines are written.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A request to the thread that writes the log file: write a line, or report that all lines are
-/// written.
+/// A request to the thread that writes the log file: write a line, or notify the sender when all
+/// earlier lines are written.
 enum WriterRequest {
     Line(Vec<u8>),
     /// Asks the thread for an answer as soon as all earlier lines are written.
     Flush(SyncSender<()>),
 }
 
-/// The place where log lines wait until they are written to the file: a list, or the queue of the
+/// The log lines that are not in the file yet: a list while no file is open, later the queue of the
 /// thread that writes the file.
 enum PendingLines {
     /// The collected lines, while no file is open yet.
@@ -110,8 +110,8 @@ impl LineSink {
         }
     }
 
-    /// Locks the place where log lines wait ([`PendingLines`]), also after a thread panicked while
-    /// it held the lock.
+    /// Locks the mutex of the log lines that wait to be written, even if another thread panicked
+    /// while it held the lock.
     fn lock(&self) -> MutexGuard<'_, PendingLines> {
         self.destination.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
@@ -155,9 +155,8 @@ impl CappedFile {
         Ok(CappedFile { path: path.to_owned(), file, bytes, max_bytes })
     }
 
-    /// Appends a line to the log file, which is first renamed and replaced by a new file if the
-    /// line would exceed the size limit. Ignores errors, because a full disk must not end the
-    /// process.
+    /// Appends a line to the log file, but first renames a full file to `NAME.1` and begins a new
+    /// one. Ignores errors, because a full disk must not end the process.
     fn write_line(&mut self, line: &[u8]) {
         if self.bytes > 0 && self.bytes + line.len() as u64 > self.max_bytes {
             let mut older = self.path.clone().into_os_string();
@@ -200,8 +199,8 @@ impl<'a> MakeWriter<'a> for LineSink {
 /// A function that prints a line of the debug log on the terminal of this process.
 pub type PrintLineFn = fn(&str);
 
-/// The writer through which `tracing` prints the lines of the debug log on the terminal: it passes
-/// each line to the contained [`PrintLineFn`].
+/// The writer through which `tracing` prints the lines of the debug log on the terminal, by calling
+/// a [`PrintLineFn`] for each line.
 #[derive(Clone, Copy)]
 pub(crate) struct TerminalWriter(pub(crate) PrintLineFn);
 

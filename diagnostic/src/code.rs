@@ -32,7 +32,8 @@ impl Category {
     }
 }
 
-/// The explanation of one code, which `launch explain CODE` and docs/errors.md show.
+/// The explanation of one error code, such as `ssh-host-key-unknown`: its summary, usual causes and
+/// remedy, which `launch explain CODE` shows.
 #[derive(Debug)]
 pub struct CodeInfo {
     /// The name of the code in kebab-case, such as `ssh-host-key-unknown`. A released name never
@@ -66,8 +67,8 @@ impl Code {
         self.0.name
     }
 
-    /// Returns the default category of diagnostics with this code, which decides the exit code of
-    /// `launch`.
+    /// Returns the category (usage, job, cluster, checkpoint or other) that diagnostics with this
+    /// code have by default.
     pub const fn category(self) -> Category {
         self.0.category
     }

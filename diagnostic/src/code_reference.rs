@@ -28,7 +28,8 @@ pub fn render_code_entry(code: Code) -> String {
     text
 }
 
-/// Renders the content of docs/errors.md: the explanations of all codes, with one heading per area.
+/// Renders the content of docs/errors.md: the explanations of all diagnostic codes, grouped under
+/// headings such as "Slurm" or "Data".
 pub fn render_code_reference() -> String {
     let mut text = String::from(
         "# Errors\n\nEvery error and warning of `launch` has a stable code. Messages show it in brackets\n\

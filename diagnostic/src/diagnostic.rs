@@ -1,4 +1,5 @@
-//! [`Diagnostic`]: an error, a warning or a note for the user as a value, with its JSON form.
+//! [`Diagnostic`]: an error, a warning or a note for the user, with functions that create it, read
+//! it and convert it to JSON.
 use crate::{
     code::{Category, Code},
     location::Location,
@@ -7,8 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::{error::Error, fmt};
 
-/// Whether a diagnostic is an error, a warning or a note, that is, how serious it is for the
-/// operation that reports it.
+/// How serious a diagnostic is: an error, a warning or a note.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Severity {
@@ -27,8 +27,8 @@ pub enum Severity {
 #[serde(transparent)]
 pub struct Diagnostic(Box<DiagnosticData>);
 
-/// The data of a [`Diagnostic`], which is boxed so that a `Result` stays small. The serialized form
-/// has the names of these fields.
+/// The fields of a [`Diagnostic`], such as its code and message, which are stored in a `Box` so
+/// that a `Result` stays small. The serialized form has the names of these fields.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct DiagnosticData {
     code: Code,
@@ -47,7 +47,8 @@ struct DiagnosticData {
 pub type Result<T> = std::result::Result<T, Diagnostic>;
 
 impl Diagnostic {
-    /// Creates an error with this code and message.
+    /// Creates an error with the code `code`, such as `ssh-host-key-unknown`, and the message
+    /// `message`.
     ///
     /// `message` is one line in lower case without a full stop. The message states what failed, the
     /// object, the observed value and the expected value.
@@ -55,8 +56,8 @@ impl Diagnostic {
         Self::new(code, Severity::Error, message.into())
     }
 
-    /// Creates a warning with this code and message. [`Diagnostic::error`] documents the form of
-    /// `message`.
+    /// Creates a warning with the code `code`, such as `ssh-host-key-unknown`, and the message
+    /// `message`. [`Diagnostic::error`] documents the form of `message`.
     pub fn warning(code: Code, message: impl Into<String>) -> Self {
         Self::new(code, Severity::Warning, message.into())
     }
@@ -127,8 +128,8 @@ impl Diagnostic {
         self.with_help(help)
     }
 
-    /// Adds the messages of `error`, the cause of this diagnostic, and of all errors that caused
-    /// `error`, outermost first.
+    /// Appends the message of `error` and the messages of its chain of sources to the causes of
+    /// this diagnostic, outermost first.
     pub fn with_cause(mut self, error: &dyn Error) -> Self {
         let mut next = Some(error);
         while let Some(error) = next {
@@ -138,16 +139,16 @@ impl Diagnostic {
         self
     }
 
-    /// Adds a diagnostic to the details: the list of the single errors that this diagnostic
-    /// summarizes. For example, each mistake in a job file is a detail of the error that rejects
-    /// the file.
+    /// Adds one of the separate errors that this diagnostic summarizes, such as one mistake in a
+    /// job file with 3 errors. For example, each mistake in a job file is a detail of the error
+    /// that rejects the file.
     pub fn with_detail_diagnostic(mut self, detail: Diagnostic) -> Self {
         self.0.details.push(detail);
         self
     }
 
-    /// Sets the category of the failure, which decides the exit code of `launch`. The default is
-    /// the category of the code.
+    /// Sets the category of the failure (usage, job, cluster, checkpoint or other), which decides
+    /// the exit code of `launch`. The default is the category of the code.
     pub fn with_category(mut self, category: Category) -> Self {
         self.0.category = category;
         self
@@ -169,7 +170,8 @@ impl Diagnostic {
         self.0.severity
     }
 
-    /// Returns the category, which decides the exit code of `launch`.
+    /// Returns the category of the failure (usage, job, cluster, checkpoint or other), which
+    /// decides the exit code of `launch`.
     pub fn category(&self) -> Category {
         self.0.category
     }
@@ -195,7 +197,8 @@ impl Diagnostic {
         self.0.fields.get(name)
     }
 
-    /// Returns the values that programs can read in the diagnostic, by the names of their fields.
+    /// Returns the named JSON values of the diagnostic, such as a limit in bytes, which programs
+    /// read instead of parsing the message.
     pub fn fields(&self) -> &Map<String, Value> {
         &self.0.fields
     }
@@ -210,8 +213,8 @@ impl Diagnostic {
         &self.0.causes
     }
 
-    /// Returns the single diagnostics that this diagnostic, such as "the job has 3 errors",
-    /// summarizes; empty for a single error.
+    /// Returns the separate errors that a summary such as "the job has 3 errors" stands for; empty
+    /// for a diagnostic about one error.
     pub fn detail_diagnostics(&self) -> &[Diagnostic] {
         &self.0.details
     }

@@ -3,7 +3,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::fmt;
 
-/// The place in a file or on the command line where a mistake was written.
+/// The place of a user's mistake, such as a wrong value, in a file or on the command line.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Location {
     /// A whole file, if the mistake has no line.
@@ -41,8 +41,9 @@ pub enum Location {
 }
 
 impl Location {
-    /// Returns the name of the file that contains the mistake. Returns `--set` for a mistake in a
-    /// `--set` argument, and the argument itself for a mistake in another argument.
+    /// Returns the name of the file in which the user made the mistake that a diagnostic reports.
+    /// Returns `--set` for a mistake in a `--set` argument, and the argument itself for a mistake
+    /// in another argument.
     pub fn file(&self) -> &str {
         match self {
             Location::File { file } | Location::Line { file, .. } => file,
@@ -51,8 +52,9 @@ impl Location {
         }
     }
 
-    /// Returns the number of the line that contains the mistake, counted from 1. A mistake in a
-    /// `--set` argument has line 1, and a mistake in a whole file or argument has line 0.
+    /// Returns the number, counted from 1, of the line in which the user made the mistake that a
+    /// diagnostic reports. A mistake in a `--set` argument has line 1, and a mistake in a whole
+    /// file or argument has line 0.
     pub fn line(&self) -> u32 {
         match self {
             Location::File { .. } | Location::Argument { .. } => 0,
@@ -61,8 +63,8 @@ impl Location {
         }
     }
 
-    /// Returns the column of the first wrong character, counted from 1; 0 if the location is a
-    /// whole file or argument.
+    /// Returns the column of the first wrong character in its line, counted from 1; 0 if the
+    /// location is a whole file or argument.
     pub fn column(&self) -> u32 {
         match self {
             Location::File { .. } | Location::Argument { .. } => 0,

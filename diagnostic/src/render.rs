@@ -35,8 +35,7 @@ pub fn render(diagnostic: &Diagnostic, color: bool) -> String {
     text
 }
 
-/// Renders several diagnostics, separated by empty lines, as text for the terminal, but not the
-/// further diagnostics (details) that each of them may summarize.
+/// Renders several diagnostics, separated by empty lines, as text for the terminal.
 ///
 /// At most 40 are shown, followed by the number of the others. The text ends with a line break. It
 /// is empty if `diagnostics` is empty.
@@ -54,8 +53,9 @@ pub fn render_all(diagnostics: &[Diagnostic], color: bool) -> String {
     text
 }
 
-/// Renders one diagnostic, but not the further diagnostics (details) that it may summarize. If the
-/// diagnostic has a location, its source line is shown, too.
+/// Renders one diagnostic as text for the terminal, without the separate errors that a summary such
+/// as "the job has 3 errors" stands for. If the diagnostic has a location, its source line is
+/// shown, too.
 fn render_one(diagnostic: &Diagnostic, color: bool) -> String {
     match diagnostic.location() {
         Some(location) => render_with_source(diagnostic, location, color),
@@ -139,8 +139,8 @@ fn render_with_source(diagnostic: &Diagnostic, location: &Location, color: bool)
     format!("{}\n", renderer.render(&[group]))
 }
 
-/// Returns a copy of a location in which unprintable characters of the file name and the source
-/// line are replaced, so that the location can be printed on a terminal. The columns stay the same.
+/// Returns a copy of a location with U+FFFD in place of unprintable characters, so that its file
+/// name and source line can be printed on a terminal. The columns stay the same.
 fn replace_unprintable_in_location(location: &Location) -> Location {
     match location {
         Location::File { file } => Location::File { file: filter_line(file) },
@@ -158,9 +158,8 @@ fn replace_unprintable_in_location(location: &Location) -> Location {
     }
 }
 
-/// Returns which bytes of `text` are the `width` characters that begin at character `column`
-/// (counted from 1), as a byte range. If `text` has fewer characters, the range ends at the end of
-/// `text`.
+/// Returns the byte range in `text` of the `width` characters that begin at character `column`,
+/// counted from 1. If `text` has fewer characters, the range ends at the end of `text`.
 fn compute_byte_range(text: &str, column: u32, width: u32) -> std::ops::Range<usize> {
     let at = |chars: usize| text.char_indices().nth(chars).map_or(text.len(), |(byte, _)| byte);
     let first = column.saturating_sub(1) as usize;

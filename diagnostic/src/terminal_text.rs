@@ -79,8 +79,9 @@ fn measure_color_sequence(text: &str) -> Option<usize> {
     body[end..].starts_with('m').then_some(2 + end + 1)
 }
 
-/// Escapes unprintable characters in the text of a JSON document as `\u202e`, so that the text can
-/// be printed and has the same value. Keeps the line breaks and tabs between values.
+/// Replaces each unprintable character in the text of a JSON document by its `\uXXXX` escape, so
+/// that the document can be printed and keeps its values. Keeps the line breaks and tabs between
+/// values.
 pub fn escape_unprintable_in_json(json: &str) -> Cow<'_, str> {
     let is_escaped = |c: char| is_unprintable(c) && !matches!(c, '\n' | '\r' | '\t');
     if !json.contains(is_escaped) {

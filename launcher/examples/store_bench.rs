@@ -19,8 +19,8 @@ type BenchResult<T> = Result<T, Box<dyn Error + Send + Sync>>;
 
 /// The number of GET requests that each client sends to the store, one after the other.
 const GETS_PER_CLIENT: u32 = 10;
-/// The number of file descriptors that the benchmark may need in addition to one connection per
-/// client, for which the limit of open files is raised.
+/// The number of file descriptors that the benchmark needs in addition to one connection per
+/// client.
 const EXTRA_FILE_DESCRIPTORS: u64 = 64;
 
 fn main() -> BenchResult<()> {
@@ -46,8 +46,8 @@ fn main() -> BenchResult<()> {
     Ok(())
 }
 
-/// Connects `clients` clients, all in this process, to the store at `address`, measures them, and
-/// waits until all have ended. Returns the seconds until all clients have connected, until all have
+/// Runs `clients` concurrent clients in this process against the store at `address`, and waits
+/// until all have ended. Returns the seconds until all clients have connected, until all have
 /// passed the barrier, and until all have read the key.
 async fn run_clients(clients: u32, address: String) -> BenchResult<[f64; 3]> {
     let start = Instant::now();
@@ -156,8 +156,8 @@ fn find_socket_owner(socket: &str) -> Option<PathBuf> {
     })
 }
 
-/// Returns the CPU time (user and system time) in seconds that a process has used, from its file
-/// `/proc/PID/stat`, whose path is `stat`.
+/// Returns the CPU time (user and system time) in seconds that a process has used, read from
+/// `stat`, the path of the process's `/proc/PID/stat`.
 fn read_cpu_seconds(stat: &PathBuf) -> BenchResult<f64> {
     let stat = fs::read_to_string(stat)?;
     let (_, after_name) = stat.rsplit_once(')').ok_or("/proc/PID/stat has no process name")?;

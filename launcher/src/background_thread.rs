@@ -14,12 +14,12 @@ pub(crate) const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(50);
 /// The longest time that a thread waits before it repeats a failed write once more.
 pub(crate) const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(2);
 
-/// A function that a [`BackgroundThread`] calls. Unlike a job of a cluster, it is not described by
-/// job.yaml.
+/// A function in the queue of a [`BackgroundThread`], which calls the function once on its separate
+/// thread. Unlike a job of a cluster, it is not described by job.yaml.
 type QueuedFunction = Box<dyn FnOnce() + Send>;
 
-/// The handle of a thread that calls queued functions (jobs), one after the other. The thread ends
-/// after the last job once all clones of the handle are dropped.
+/// A handle through which functions are queued for a separate thread, which calls them one after
+/// the other. The thread ends after the last job once all clones of the handle are dropped.
 #[derive(Clone, Debug)]
 pub(crate) struct BackgroundThread {
     /// The queue of the thread, which is closed when the last handle is dropped.
@@ -144,21 +144,20 @@ impl BackgroundThread {
     }
 }
 
-/// A switch that stops all threads with a clone of it from repeating failed file writes, so that
-/// the program can end.
+/// A switch that several threads share; once it is off, they no longer repeat failed file writes,
+/// so that the program can end.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct WriteRetrySwitch(Arc<(Mutex<bool>, Condvar)>);
 
 impl WriteRetrySwitch {
-    /// Stops the repetition of failed file writes in all threads that share this switch, also of
-    /// writes that are being repeated now.
+    /// Makes all threads that share this switch stop repeating failed file writes at once.
     pub(crate) fn switch_off(&self) {
         *self.0.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.0.1.notify_all();
     }
 
-    /// Sleeps for `pause` before a failed file write is repeated, or until the switch stops the
-    /// repetitions. Returns `false` once the repetitions have ended.
+    /// Sleeps for `pause` before a failed file write is repeated, or for less if the repetition of
+    /// writes is switched off meanwhile. Returns `false` once the repetitions have ended.
     fn wait_before_retry(&self, pause: Duration) -> bool {
         let has_ended = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.0.1.wait_timeout_while(has_ended, pause, |has_ended| !*has_ended);

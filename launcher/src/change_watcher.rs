@@ -16,8 +16,8 @@ use std::{
 };
 use tokio::{sync::Notify, time::timeout};
 
-/// How often a watched path on a network file system is polled, because the kernel does not report
-/// what other hosts write there.
+/// The interval at which a watched path on a network file system is checked, because the kernel
+/// does not report writes of other hosts.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// The numbers by which `statfs` identifies network file systems for which the crate nix has no
 /// constants: Lustre, 9p, Ceph, CIFS, SMB 2, GPFS, BeeGFS, OCFS2, GFS2, AFS and Coda.
@@ -44,7 +44,7 @@ pub(crate) enum WatchTarget {
     Tree(PathBuf),
 }
 
-/// A path whose changes are noticed, either by the operating system (inotify) or by polling.
+/// A path that a [`ChangeWatcher`] observes for changes, either through inotify or by polling.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct WatchedPath {
     path: PathBuf,
@@ -84,10 +84,9 @@ impl ChangeWatcher {
         _ = timeout(limit, self.changed.notified()).await;
     }
 
-    /// Brings the watches up to date after a part of the target was created, deleted or replaced:
-    /// watches exactly the paths that now belong to the target (a file or a directory tree).
-    /// Returns whether these paths differ from those that were watched before. `is_polled` decides
-    /// whether a path is polled.
+    /// Determines the paths that now belong to the watched file or directory tree and, if they have
+    /// changed, watches them instead of the earlier ones. Returns whether these paths differ from
+    /// those that were watched before. `is_polled` decides whether a path is polled.
     fn watch_current_paths(&mut self, is_polled: fn(&Path) -> bool) -> bool {
         let watched = list_watched_paths(&self.target, is_polled);
         if watched == self.watched {
@@ -103,8 +102,8 @@ impl ChangeWatcher {
         true
     }
 
-    /// Returns whether a watch covers everything below the watched directory (for a target that is
-    /// a directory tree), or only the entries of the directory itself (for a file).
+    /// Returns the mode of the inotify watches: recursive for a directory tree, and nonrecursive
+    /// for a file, whose directory is watched.
     fn recursive_mode(&self) -> RecursiveMode {
         match self.target {
             WatchTarget::File(_) => RecursiveMode::NonRecursive,
@@ -147,9 +146,9 @@ impl ChangeWatcher {
     }
 }
 
-/// Returns whether an inotify event may be a change of the watched file or directory tree. Opening
-/// and reading a file are no changes. A write counts when the file is closed, so that a log file in
-/// the same directory causes no wake-ups.
+/// Returns whether an inotify event reports a change near the watched path, such as a finished
+/// write, a creation, a deletion or a new name. Opening and reading a file are no changes. A write
+/// counts when the file is closed, so that a log file in the same directory causes no wake-ups.
 fn may_change_target(event: &Event) -> bool {
     match event.kind {
         EventKind::Access(AccessKind::Close(AccessMode::Write)) => true,

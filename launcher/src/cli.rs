@@ -110,11 +110,11 @@ fn build_missing_subcommand_error(word: &OsStr) -> Option<Diagnostic> {
     })
 }
 
-/// Prepares a command line that is written for another launcher, such as `torchrun`, for parsing:
-/// `torchrun train.py`, run through a link to launch, becomes `launch torchrun -- train.py`.
-/// Inserts the name of the drop-in command if launch was called by the name of the other launcher,
-/// and `--` before the arguments of the command, so that all of them belong to the other launcher.
-/// Returns other command lines unchanged.
+/// Inserts the words that make launch parse another launcher's command line: `torchrun train.py`,
+/// run through a link, becomes `launch torchrun -- train.py`. Inserts the name of the drop-in
+/// command if launch was called by the name of the other launcher, and `--` before the arguments of
+/// the command, so that all of them belong to the other launcher. Returns other command lines
+/// unchanged.
 fn insert_drop_in_command(mut args: Vec<OsString>) -> Vec<OsString> {
     if let Some(launcher) = args.first().and_then(|name| OtherLauncher::from_program_name(name)) {
         args.insert(1, OsString::from(launcher.name()));

@@ -4,9 +4,9 @@
 //! a debugger.
 use std::time::{Duration, Instant, SystemTime};
 
-/// The longest time by which [`RunningClock`] advances between two readings; a longer time counts
-/// as one in which the process was stopped. The event loops that use the clock call it more often
-/// than this.
+/// The longest time by which [`RunningClock`] advances between two readings, because a longer gap
+/// means that the process was stopped. The event loops that use the clock call it more often than
+/// this.
 const MAX_CLOCK_ADVANCE: Duration = Duration::from_secs(2);
 
 /// A clock that measures the time since its start, without the time during which this process was

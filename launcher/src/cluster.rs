@@ -97,18 +97,18 @@ pub(crate) fn find_batch_job(job: &JobSpec) -> diagnostic::Result<Option<BatchJo
     found.into_iter().nth(first).transpose()
 }
 
-/// Identifies the batch job in which launch runs: the one that the variable `LAUNCH_BATCH_JOB`
-/// names or, without it, the one of a scheduler such as Slurm. `command_line` is the command line
-/// of this process, which is a part of the identity. Returns `None` if no scheduler started this
-/// process. Fails if `LAUNCH_BATCH_JOB` is malformed.
+/// Returns the identity of the batch job in which launch runs, from the variable `LAUNCH_BATCH_JOB`
+/// or else from a scheduler such as Slurm. `command_line` is the command line of this process,
+/// which is a part of the identity. Returns `None` if no scheduler started this process. Fails if
+/// `LAUNCH_BATCH_JOB` is malformed.
 pub(crate) fn identify_batch_job(command_line: &[String]) -> diagnostic::Result<Option<BatchJobRecord>> {
     let named = batch_identity::read_batch_job_variable(&|name| std::env::var(name).ok())?;
     let batch_job = named.or_else(|| PROVIDERS.iter().find_map(|provider| provider.identify_batch_job()));
     Ok(batch_job.map(|batch_job| batch_identity::identify_command(batch_job, command_line)))
 }
 
-/// Submits a job with a subcommand of launch, such as `sbatch`, to the scheduler to which this
-/// subcommand belongs.
+/// Submits a job to a scheduler; the subcommand of launch, such as `sbatch`, determines which
+/// scheduler this is.
 pub(crate) fn submit_job(command: &str, request: SubmitRequest<'_>) -> Result<Submission, ClusterError> {
     match PROVIDERS.iter().find(|provider| provider.submit_command() == Some(command)) {
         Some(provider) => provider.submit(request),
@@ -116,15 +116,15 @@ pub(crate) fn submit_job(command: &str, request: SubmitRequest<'_>) -> Result<Su
     }
 }
 
-/// Returns the name of this host in a run: the one that its provider, such as Slurm, gives the host
-/// or, without one, the host name of the machine.
+/// Returns this host's name in a run, which is its name in the scheduler (such as Slurm) or,
+/// without one, the machine's host name.
 pub(crate) fn read_host_name() -> String {
     let names = PROVIDERS.iter().find_map(|provider| provider.host_name());
     names.unwrap_or_else(protocol::host_name::read_host_name)
 }
 
-/// Asks the scheduler why it ends the batch job in which launch runs. See
-/// [`Cluster::find_batch_job_end`].
+/// Asks the scheduler of the batch job in which launch runs why the scheduler is ending this batch
+/// job. See [`Cluster::find_batch_job_end`].
 pub(crate) fn find_batch_job_end() -> diagnostic::Result<Option<BatchJobEnd>> {
     PROVIDERS.iter().find_map(|provider| provider.find_batch_job_end().transpose()).transpose()
 }
@@ -134,9 +134,8 @@ pub(crate) fn sigterm_announces_job_end() -> bool {
     PROVIDERS.iter().any(|provider| provider.sigterm_announces_end())
 }
 
-/// Returns how long the agent in this process waits before it reports that a worker died of SIGKILL
-/// or SIGTERM, because the signal may come from a scheduler that ends the job. See
-/// [`Cluster::kill_report_delay`].
+/// Returns how long the agent delays its report of a worker that died of SIGKILL or SIGTERM,
+/// because a scheduler may be ending the job. See [`Cluster::kill_report_delay`].
 pub(crate) fn find_kill_report_delay() -> Duration {
     PROVIDERS.iter().map(|provider| provider.kill_report_delay()).max().unwrap_or_default()
 }

@@ -4,8 +4,8 @@
 use nix::sys::resource::{Resource, getrlimit, rlim_t, setrlimit};
 use std::{io, os::unix::process::CommandExt, process::Command, sync::OnceLock};
 
-/// The limit on the size of core files, in bytes, at which the kernel neither writes a core file
-/// nor starts a program that collects core files. At the limit 0 it starts such a program.
+/// The core size limit, in bytes, that makes the kernel write no core file and start no program
+/// that collects core dumps. At the limit 0 it starts such a program.
 const NO_CORE_DUMP_LIMIT_BYTES: rlim_t = 1;
 
 /// The limits on the size of core files that this process had when it started, before
@@ -20,9 +20,9 @@ pub(crate) fn disable_core_dumps() -> io::Result<()> {
     Ok(setrlimit(Resource::RLIMIT_CORE, NO_CORE_DUMP_LIMIT_BYTES.min(hard), hard)?)
 }
 
-/// Makes the process that `command` starts use the limits on core files with which this process was
-/// started, so that programs of the user can dump core. The function is called for workers, and for
-/// agents, which pass the limit on to their workers.
+/// Gives the child process that `command` starts the original core dump limits of this process, so
+/// that user programs can dump core. The function is called for workers, and for agents, which pass
+/// the limit on to their workers.
 pub(crate) fn restore_core_dumps_in_child(command: &mut Command) {
     let Some((soft, hard)) = INHERITED_LIMITS.get().copied() else { return };
     // SAFETY: the closure makes one system call, which is allowed between fork and exec.

@@ -29,8 +29,8 @@ pub(crate) fn format_first_error(errors: &[Diagnostic]) -> String {
     }
 }
 
-/// Formats a warning or note as one line that begins with the place in the job file or the subject
-/// that the message concerns.
+/// Formats a warning or note as one line that begins with the line of the job file, or the subject,
+/// to which the message refers.
 pub(crate) fn format_notice(notice: &Diagnostic) -> String {
     let severity = match notice.severity() {
         Severity::Error => "error",
@@ -75,7 +75,7 @@ pub(crate) fn format_table(rows: &[Vec<String>]) -> String {
     rows.iter().map(|row| line(row).trim_end().to_owned() + "\n").collect()
 }
 
-/// The largest number of hosts whose names are all listed by [`format_hosts`].
+/// The largest number of hosts for which [`format_hosts`] lists all names.
 const MAX_HOSTS_LISTED: usize = 8;
 
 /// Formats the names of hosts as a list, `h0, h1`. Shortens more than 8 names to
@@ -113,8 +113,8 @@ pub(crate) fn format_rank_label(ranks: &str) -> String {
     format!("{noun} {ranks}")
 }
 
-/// Formats what all ranks are doing (their phases, such as `training`): the most common phase
-/// first, without ranks, then each other phase with its ranks.
+/// Formats the current phases of all ranks (such as `training`): first the most common phase, then
+/// each other phase with its ranks.
 pub(crate) fn format_phases(phases: &BTreeMap<Rank, WorkerPhase>) -> String {
     let groups = group_ranks_by_value(phases.iter().map(|(r, p)| (*r, p)));
     match groups.as_slice() {

@@ -1,5 +1,5 @@
-//! How long agents (launch's process on each host) and the controller may be silent before they
-//! count as lost (leases), and the interval of their signs of life (heartbeats).
+//! Defines how often agents and controller send heartbeats, and after how much silence each of them
+//! counts the other as lost.
 use std::time::Duration;
 
 /// The interval at which the controller and the agents (launch's processes on other hosts) send
@@ -10,13 +10,13 @@ pub(crate) const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// turn of the host, and again from the end of a copy of the executable, which has a separate
 /// limit.
 pub(crate) const HELLO_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long an agent (launch's process on a host) may take to accept the controller that takes over
-/// a run whose controller was lost; `run.host_lease` is added. The limit covers the connection and
-/// the login. It counts like [`HELLO_TIMEOUT`].
+/// How long an agent may take, in addition to `run.host_lease`, to accept a new controller after
+/// the loss of the previous one. The limit covers the connection and the login. It counts like
+/// [`HELLO_TIMEOUT`].
 pub(crate) const ATTACH_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long a controller that takes over a run repeats its request to an agent (launch's process on
-/// a host) that is connected to it through other agents; `run.host_lease` is added. Only silence
-/// shows such an agent that the earlier controller is lost.
+/// How long a new controller, after the loss of the previous one, repeats its request to an agent
+/// that it reaches only through other agents. `run.host_lease` is added. Only silence shows such an
+/// agent that the earlier controller is lost.
 pub(crate) const ADOPTION_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long the agent (launch's process that starts workers) on the controller's machine may be
 /// silent before the controller counts it as lost.

@@ -98,9 +98,8 @@ pub fn main(
     output::report_error_of_result(command.run(&context), format)
 }
 
-/// Starts the debug log of this process with the filter in `LAUNCH_LOG` or, if the variable is not
-/// set, with the level that the number of `-v` options selects. The log is printed only with `-v`.
-/// Fails if the filter is invalid.
+/// Starts the debug log of this process, filtered by the variable `LAUNCH_LOG` or by the number of
+/// `-v` options. The log is printed only with `-v`. Fails if the filter is invalid.
 fn start_debug_log(verbosity: u8) -> diagnostic::Result<()> {
     let directives = std::env::var(env::LAUNCH_LOG).ok();
     let filter = Filter::from_directives_or_verbosity(directives.as_deref(), verbosity).map_err(|error| {

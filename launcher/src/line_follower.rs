@@ -12,8 +12,7 @@ use std::{
 pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The largest number of bytes that one call of [`LineFollower::read_lines`] reads.
 const CHUNK_BYTES: usize = 64 << 10;
-/// The length in bytes above which a line without a line end is passed to the caller in parts, each
-/// as a separate line.
+/// The number of bytes without a line end after which the bytes are passed to the caller as a line.
 const MAX_LINE_BYTES: usize = 1 << 20;
 
 /// Reads the lines of a growing file, beginning at a byte offset. If the file at the path is

@@ -1,4 +1,5 @@
-//! [`MetricsServer`]: serves the metrics of one run while the run is active.
+//! Defines [`MetricsServer`], which serves the metrics of one run over HTTP for as long as the
+//! controller runs.
 use crate::private_files::{identify_file, open_own_file};
 use dashboard::{Dashboard, MetricsListener, RunInfo, RunSource, serve_metrics};
 use jobspec::MetricsAddress;
@@ -28,8 +29,9 @@ const SOCKET_MODE: Mode = Mode::S_IRUSR.union(Mode::S_IWUSR);
 /// The largest number of clients that wait until the server accepts their connections.
 const MAX_WAITING_CLIENTS: i32 = 16;
 
-/// The thread that serves the metrics of a run, which ends when the handle is dropped. The thread
-/// reads the files of the run directory, so the controller does not wait for it.
+/// The handle of the thread that serves the metrics of a run, which ends the thread when it is
+/// dropped. The thread reads the files of the run directory, so the controller does not wait for
+/// it.
 #[derive(Debug)]
 pub(crate) struct MetricsServer {
     /// Ends the thread when it is dropped.
@@ -39,7 +41,8 @@ pub(crate) struct MetricsServer {
 }
 
 impl MetricsServer {
-    /// Binds the address, and starts the thread that serves the metrics of the run `run`.
+    /// Starts listening for HTTP clients at `address`, and starts the thread that serves them the
+    /// metrics of the run `run`.
     pub(crate) fn start(address: MetricsAddress, run: RunInfo) -> io::Result<MetricsServer> {
         let (listener, socket) = match address {
             MetricsAddress::Port(address) => (MetricsListener::Port(TcpListener::bind(address)?), None),
@@ -70,7 +73,7 @@ impl Drop for MetricsServer {
     }
 }
 
-/// The run whose metrics its controller serves.
+/// The only run whose metrics this server serves: the run that this process controls.
 struct SingleRun(RunInfo);
 
 impl RunSource for SingleRun {

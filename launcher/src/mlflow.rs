@@ -21,8 +21,8 @@ use jobspec::JobSpec;
 use std::path::Path;
 use stored_run::StoredMlflowRun;
 
-/// Reads the settings for MLflow when a new controller takes over a run: the server is the one with
-/// which the lost controller has begun to record the run, and the credentials are read again.
+/// Reads the MLflow settings for a controller that takes over a run, and keeps the server on which
+/// the lost controller recorded the run.
 pub(crate) fn resolve_stored_settings(
     job: &JobSpec,
     run_dir: &Path,

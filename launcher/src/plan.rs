@@ -57,8 +57,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Inserts those of `MASTER_ADDR` and `MASTER_PORT` that are known into `env`, the environment
-    /// of a worker. A value that is not known yet is shown as `auto`.
+    /// Inserts the variables `MASTER_ADDR` and `MASTER_PORT`, by which workers find rank 0, into
+    /// `env`, the environment of a worker. A value that is not known yet is shown as `auto`.
     pub(crate) fn insert_rendezvous(&self, env: &mut Vec<(String, String)>) {
         let address = self.master_address.map_or_else(|| "auto".to_owned(), |address| address.to_string());
         let port = self.master_port.map_or_else(|| "auto".to_owned(), |port| port.to_string());
@@ -66,8 +66,8 @@ impl Plan {
     }
 }
 
-/// What distinguishes the attempt (start of all workers) that is planned from others of the run:
-/// its number, the earlier restarts, and the checkpoint to resume from.
+/// The properties of one attempt (start of all workers) of a run, such as its number and the
+/// checkpoint from which it resumes.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Attempt {
     /// The number of the attempt, from 0.
@@ -86,8 +86,8 @@ const MAX_WORKERS_PER_HOST: u32 = 1024;
 /// The largest number of workers of a job.
 pub(crate) const MAX_WORKERS: u32 = 1 << 20;
 
-/// Plans an attempt (start of all workers): decides which workers of `job` run on which of `hosts`,
-/// with which CPUs, accelerators and environment. Ranks follow the order of the hosts.
+/// Assigns the workers of one attempt (start of all workers) to the hosts, with CPUs, accelerators
+/// and environment for each worker. Ranks follow the order of the hosts.
 ///
 /// The errors name the keys of the job that the hosts cannot satisfy.
 pub fn plan_attempt(
@@ -117,8 +117,8 @@ fn check_world_size(job: &JobSpec, world: u64, hosts: usize) -> diagnostic::Resu
         .with_help("change `cluster.workers_per_host`, or use fewer hosts (`cluster.use_hosts`)"))
 }
 
-/// Builds the plan of one attempt (start of all workers): which workers run on which hosts, with
-/// which CPUs, accelerators and environment. Fails with the first error.
+/// Builds the plan of one attempt (start of all workers): the host, CPUs, accelerators and
+/// environment variables of each worker. Fails with the first error.
 fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) -> diagnostic::Result<Plan> {
     let capacities = hosts.iter().map(|host| compute_host_allocation(job, host));
     let capacities: Vec<HostAllocation> = capacities.collect::<Result<_, _>>()?;
@@ -317,9 +317,9 @@ fn compute_host_allocation(job: &JobSpec, host: &JobHost) -> diagnostic::Result<
     }
 }
 
-/// Returns the copy of the job that the hosts receive for one attempt (start of all workers), which
-/// resumes from the newest checkpoint of the run, if there is one. The job of a program does not
-/// contain the list of hosts.
+/// Returns the copy of the job for the hosts in one attempt (start of all workers), with the
+/// checkpoint from which the attempt resumes. The job of a program does not contain the list of
+/// hosts.
 fn adapt_job_to_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
     let mut job = job.clone();
     if job.run.command.is_some() {
@@ -337,8 +337,8 @@ fn adapt_job_to_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
     job
 }
 
-/// Returns whether the workers resume from the newest checkpoint that earlier runs of the same
-/// batch job (such as a requeued Slurm job) have saved, even if `resume.from` does not request it.
+/// Returns whether built-in training resumes from the newest checkpoint of earlier runs of its
+/// batch job, such as a requeued Slurm job.
 ///
 /// A checkpoint of this run takes precedence. With `resume.from: auto`, the newest checkpoint in
 /// `checkpoint.dir` does.
@@ -364,9 +364,8 @@ fn resolve_run_dir(job: &JobSpec, run: &RunId) -> PathBuf {
     job.run.workdir.join(dir)
 }
 
-/// Returns warnings about the plan of the workers: too few CPUs or accelerators on a host, ranks in
-/// `run.logs.show` that do not exist, and too few hosts to keep copies of the training state in
-/// memory. `capacities` contains the number of workers of each host.
+/// Returns warnings about the planned workers, such as that the workers of a host must share too
+/// few CPUs or accelerators. `capacities` contains the number of workers of each host.
 fn collect_warnings(
     job: &JobSpec,
     hosts: &[JobHost],

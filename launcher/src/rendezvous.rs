@@ -19,8 +19,8 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// How often launch tries to find two consecutive free ports: one for the rendezvous of the
-/// workers, and the next one for JAX's coordinator.
+/// The largest number of attempts to find two consecutive free ports, one for the workers'
+/// rendezvous and one for JAX's coordinator.
 const MAX_PORT_PAIR_ATTEMPTS: usize = 16;
 
 /// The TCP port at which the workers of a job find each other (`MASTER_PORT`), bound before the
@@ -32,8 +32,8 @@ pub(crate) struct BoundRendezvous {
     coordinator: Option<TcpListener>,
 }
 
-/// What is bound at `MASTER_PORT`: a socket that reserves the port until rank 0 binds it, or
-/// launch's own store, which serves torch's `TCPStore` clients.
+/// The service at the port `MASTER_PORT`: a socket that reserves the port for rank 0, or launch's
+/// own server for `TCPStore` clients.
 #[derive(Debug)]
 enum RendezvousService {
     /// A port that is reserved for rank 0, and its number. Rank 0 will bind the port.
@@ -43,8 +43,8 @@ enum RendezvousService {
 }
 
 impl RendezvousService {
-    /// Binds the rendezvous port of the workers and, if `bind` requests it, starts a server for
-    /// torch's `TCPStore` clients at the port.
+    /// Reserves the rendezvous port for rank 0 or, if `bind.store` is set, starts launch's own
+    /// server for `TCPStore` clients at the port.
     fn bind(bind: &RendezvousRequest, messages: &mpsc::Sender<String>) -> io::Result<RendezvousService> {
         if bind.store {
             let server = StoreServer::start(bind.address, bind.port, &bind.allowed, messages.clone())?;
@@ -65,11 +65,10 @@ impl RendezvousService {
 }
 
 impl BoundRendezvous {
-    /// Binds the rendezvous port of the workers, which `bind` describes: starts a server for
-    /// torch's `TCPStore` clients there, or reserves the port for rank 0. Also reserves the port of
-    /// JAX's coordinator, if `bind` requests it and the port is free. The store sends lines for the
-    /// user to `messages`. Fails if the port is taken, or if the store cannot serve that many
-    /// clients.
+    /// Reserves the rendezvous port for rank 0, or starts launch's own server for `TCPStore`
+    /// clients at the port, as `bind` requests. Also reserves the port of JAX's coordinator, if
+    /// `bind` requests it and the port is free. The store sends lines for the user to `messages`.
+    /// Fails if the port is taken, or if the store cannot serve that many clients.
     pub(crate) fn bind(
         bind: &RendezvousRequest,
         messages: &mpsc::Sender<String>,
@@ -88,9 +87,9 @@ impl BoundRendezvous {
         Err(build_port_error(bind, &error))
     }
 
-    /// Returns an iterator that tries to bind the possible rendezvous ports one after another; it
-    /// first looks for a port whose next port is free for JAX's coordinator. The iterator ends
-    /// after a failure for which other ports do not help.
+    /// Returns an iterator that tries to bind one possible rendezvous port after the other,
+    /// preferably one with a free next port for JAX's coordinator. The iterator ends after a
+    /// failure for which other ports do not help.
     fn bind_candidates(
         bind: &RendezvousRequest,
         messages: &mpsc::Sender<String>,
@@ -114,9 +113,9 @@ impl BoundRendezvous {
         })
     }
 
-    /// Binds the rendezvous of the workers at the port `port`, or at any free port if `port` is 0.
-    /// Fails if `with_coordinator` is set and the port of JAX's coordinator is not free or not
-    /// among the ports of the job.
+    /// Binds the port at which workers find each other, which is `port` or, if `port` is 0, any
+    /// free port. Fails if `with_coordinator` is set and the port of JAX's coordinator is not free
+    /// or not among the ports of the job.
     fn bind_port(
         bind: &RendezvousRequest,
         port: u16,
@@ -140,9 +139,8 @@ impl BoundRendezvous {
         self.service.port()
     }
 
-    /// Makes the rendezvous port usable by workers that are about to start: frees the ports that
-    /// are reserved for rank 0 or, if launch's own store serves the workers, raises the limit of
-    /// open files.
+    /// Prepares the rendezvous port for workers that are about to start: releases the reserved
+    /// port, or hands over the running `TCPStore` server.
     ///
     /// Returns the number of the port, and the store if there is one. The caller must keep the
     /// store for as long as the workers run.

@@ -38,8 +38,8 @@ pub(crate) struct SecretVariables {
 }
 
 impl SecretVariables {
-    /// Recovers the secret variables of a running job from the environment of one of its workers,
-    /// for a controller that takes over the run and did not read them itself.
+    /// Extracts the secret variables of a running job from a worker's environment, for a controller
+    /// that takes over the run.
     pub(crate) fn from_worker_env(run: &RunSpec, env: &[(String, String)]) -> SecretVariables {
         let find = |(name, _): &(String, EnvSource)| env.iter().rfind(|(other, _)| other == name).cloned();
         let pairs = env.iter().map(|(name, value)| (name.into(), value.into()));
@@ -67,9 +67,8 @@ impl fmt::Debug for SecretVariables {
     }
 }
 
-/// Reads the values of a job's secret variables: those that `run.env` takes from files and other
-/// variables, and those of the user's variables that `run.pass_env` selects. The error lists every
-/// variable whose value cannot be used.
+/// Reads the values of the secret variables of workers from the sources that `run.env` and
+/// `run.pass_env` name. The error lists every variable whose value cannot be used.
 pub(crate) fn resolve_secret_variables(run: &RunSpec) -> Result<SecretVariables, Vec<Diagnostic>> {
     let (mut referenced, mut errors) = (Vec::new(), Vec::new());
     for (name, source) in &run.env_from {
@@ -156,9 +155,9 @@ pub(crate) fn select_passed_variables(
     Ok(passed)
 }
 
-/// Reads the variable `variable` of this process's environment, from which a variable of the
-/// workers takes its value (`from_env` in job.yaml). Error messages name the job's variable `name`,
-/// which gets the value.
+/// Reads the environment variable `variable` of launch, whose value becomes that of a worker's
+/// variable (`from_env` in job.yaml). Error messages name the job's variable `name`, which gets the
+/// value.
 fn read_launch_env_variable(name: &str, variable: &str) -> diagnostic::Result<String> {
     // `var_os` panics for names that no variable can have.
     let value = if variable.contains(['=', '\0']) { None } else { env::var_os(variable) };
@@ -173,9 +172,9 @@ fn read_launch_env_variable(name: &str, variable: &str) -> diagnostic::Result<St
     })
 }
 
-/// Reads, without a final line break, a text file from which a variable of the workers takes its
-/// value (`from_file` in job.yaml). Error messages name the job's variable `name`, which gets the
-/// value.
+/// Reads a text file whose content, without the final line break, becomes the value of a worker's
+/// environment variable (`from_file` in job.yaml). Error messages name the job's variable `name`,
+/// which gets the value.
 fn read_value_file(name: &str, path: &Path) -> diagnostic::Result<String> {
     let file = path.display().to_string();
     let invalid = |reason: &str| {

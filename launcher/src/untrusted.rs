@@ -22,13 +22,12 @@ use std::error::Error;
 /// The result of parsing untrusted input: success, or the first error.
 pub type ParseResult = Result<(), Box<dyn Error + Send + Sync>>;
 
-/// The largest number of lines of an untrusted hostfile that are also parsed as host filters
-/// (DeepSpeed's `--include` and `--exclude`).
+/// The number of leading lines of an untrusted hostfile that are also tried as DeepSpeed's host
+/// filters (`--include` and `--exclude`).
 const MAX_FILTER_LINES: usize = 8;
 
-/// Parses untrusted bytes as what a peer sends on a control connection, between controller and
-/// agent or between agent and worker: messages of one type, each with its length. Fails if the
-/// bytes do not match any of the four message types.
+/// Parses untrusted bytes as messages on a connection between controller and agent, or between
+/// agent and worker. Fails if the bytes do not match any of the four message types.
 pub fn parse_control_stream(bytes: &[u8]) -> ParseResult {
     let parsers: [fn(&[u8]) -> ParseResult; 4] = [
         |bytes| parse_frames(bytes, |_: FromAgent| ()),
@@ -40,11 +39,11 @@ pub fn parse_control_stream(bytes: &[u8]) -> ParseResult {
     parsers.iter().map(|parse| parse(bytes)).reduce(|one, other| one.or(other)).unwrap_or(Ok(()))
 }
 
-/// Parses untrusted bytes as messages that agents pass on to each other in a tree, and gives each
-/// to the message router of a controller and to that of an agent.
+/// Parses untrusted bytes as messages in the tree of agents, and passes each message to the routers
+/// of a controller and an agent.
 pub fn parse_tree_frames(bytes: &[u8]) -> ParseResult {
-    /// The numbers of the two connections that the tested agent has in the tree of agents: to its
-    /// parent and to its child.
+    /// The numbers of the two simulated connections, to a parent and to a child, over which a
+    /// router gets the untrusted messages.
     const LINK_IDS: [LinkId; 2] = [1, 2];
     let mut controller = TreeRouter::new_controller();
     controller.open_stream(1);
@@ -60,9 +59,9 @@ pub fn parse_tree_frames(bytes: &[u8]) -> ParseResult {
     })
 }
 
-/// Creates valid input for fuzzing the parsers of control connections: messages of an agent, of a
-/// controller, and of a neighbour in the tree through which agents pass on messages. They are not
-/// files, because they change with the messages.
+/// Creates valid messages of an agent, of a controller and of the tree of agents, from which
+/// fuzzing of the message parsers starts. They are not files, because they change with the
+/// messages.
 pub fn create_control_streams() -> [(&'static str, Vec<u8>); 3] {
     let inventory = HostInventory { host: "n1".into(), cpus: vec![0, 1], ..HostInventory::default() };
     let exited = FromAgent::Exited {
@@ -92,14 +91,14 @@ pub fn create_control_streams() -> [(&'static str, Vec<u8>); 3] {
     ]
 }
 
-/// Encodes messages in the format of a control connection (between controller and agent), in which
-/// each has its length in front. Leaves out messages that are too long.
+/// Encodes messages in the format of the connection between controller and agent, in which the
+/// length precedes each message. Leaves out messages that are too long.
 fn encode_frames(messages: &[impl Serialize]) -> Vec<u8> {
     messages.iter().filter_map(|message| frame::encode_frame(message).ok()).flatten().collect()
 }
 
-/// Parses a sequence of messages of the type `T`, checks that each can be encoded again, and passes
-/// it to the callback `receive`.
+/// Parses messages of the type `T`, checks that each message can be encoded again, and passes each
+/// to `receive`.
 fn parse_frames<T: Serialize + DeserializeOwned>(
     mut bytes: &[u8],
     mut receive: impl FnMut(T),
@@ -115,8 +114,8 @@ fn parse_frames<T: Serialize + DeserializeOwned>(
     if bytes.is_empty() { Ok(()) } else { Err(FrameError::Truncated.into()) }
 }
 
-/// Parses untrusted text as a hostfile, and applies the first lines as host filters of DeepSpeed
-/// (include and exclude) to the hosts.
+/// Parses untrusted text as a hostfile, and also tries its first lines as DeepSpeed's host filters
+/// (`--include` and `--exclude`).
 pub fn parse_hostfile(bytes: &[u8]) -> ParseResult {
     let text = str::from_utf8(bytes)?;
     if text.len() > hosts::MAX_HOSTFILE_BYTES {
@@ -206,7 +205,7 @@ pub fn parse_run_record(bytes: &[u8]) -> ParseResult {
 }
 
 /// Parses untrusted text as lines of a run's journal (its file of events), and formats each event
-/// as text and in both versions of the JSON schema. Panics if an event cannot be parsed again.
+/// as text and JSON. Panics if an event cannot be parsed again.
 pub fn parse_journal(bytes: &[u8]) -> ParseResult {
     for line in str::from_utf8(bytes)?.lines() {
         let event = TimedEvent::from_json(line)?;
@@ -233,15 +232,15 @@ pub fn parse_flight_recorder(bytes: &[u8]) -> ParseResult {
     if is_dump { Ok(()) } else { Err("not a dump of a flight recorder".into()) }
 }
 
-/// Parses untrusted text as the line that an agent (launch's process on a host) reads from stdin,
-/// which contains the addresses of its controller and the key of the job.
+/// Parses untrusted text as the invitation of an agent, a line with the controller's addresses and
+/// the key of the job.
 pub fn parse_invitation(bytes: &[u8]) -> ParseResult {
     crate::connection::handshake::Invitation::read(&mut &bytes[..])?;
     Ok(())
 }
 
-/// Parses untrusted bytes as what a peer that does not know the job's key sends to an agent's port,
-/// first as a handshake and then as encrypted records. Panics if the bytes are accepted.
+/// Checks that untrusted bytes from a peer without the job's key are rejected as a handshake and as
+/// encrypted records. Panics if the bytes are accepted.
 pub fn parse_encrypted_connection(bytes: &[u8]) -> ParseResult {
     Ok(crate::connection::handshake::fuzz_untrusted_connection(bytes)?)
 }

@@ -1,5 +1,5 @@
-//! [`UsageMetricsSchedule`]: from time to time converts the newest usage of hosts and ranks to
-//! named metrics, for MLflow and TensorBoard.
+//! Defines [`UsageMetricsSchedule`], which converts the resource usage of hosts and ranks to named
+//! metrics for MLflow and TensorBoard at regular times.
 //!
 //! The names begin with `system/`, which MLflow shows on a separate page. The number of metrics is
 //! limited: a run on many hosts has only means and maxima over the hosts.
@@ -26,8 +26,8 @@ const MEGABYTE: f64 = 1e6;
 
 /// The shortest time between two records of a run's usage metrics in MLflow or TensorBoard.
 const SHORTEST_RECORD_INTERVAL: Duration = Duration::from_secs(10);
-/// The time, per metric, by which the interval between two records of the usage metrics grows,
-/// which limits the size of files and databases.
+/// The additional time between two records of the usage metrics for each metric, which limits how
+/// fast the recorded data grow.
 const INTERVAL_PER_METRIC: Duration = Duration::from_millis(100);
 
 /// Decides when the usage metrics of a run (CPU, memory, GPUs, step times) are recorded the next

@@ -20,8 +20,8 @@ pub(crate) struct WarningLimit {
 }
 
 impl WarningLimit {
-    /// Decides whether a warning about the network address `peer` may be printed at the time `now`,
-    /// and returns how many were omitted since the last one; `None` omits this one, too.
+    /// Returns the number of omitted warnings about `peer` if a warning may be printed now, or
+    /// `None` if it must be omitted.
     pub(crate) fn admit_warning(&mut self, peer: IpAddr, now: Instant) -> Option<u64> {
         if let Some((last, omitted)) = self.peers.get_mut(&peer) {
             if now.saturating_duration_since(*last) < WARNING_INTERVAL {

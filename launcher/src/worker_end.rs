@@ -7,8 +7,7 @@ use std::fmt;
 /// The exit code of a Rust process that panicked.
 pub(crate) const PANIC_EXIT_CODE: u8 = 101;
 
-/// How a worker ended that did not cause the failure of the job, such as by a signal or with its
-/// lost host.
+/// How a worker ended, such as by a signal, if the worker did not cause the failure of the job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum WorkerEnd {
     /// The process ended. `builtin` states whether it ran the built-in runtime.
@@ -34,7 +33,7 @@ impl fmt::Display for WorkerEnd {
     }
 }
 
-/// A rank that did not cause the failure of the job, with its host and how its worker ended.
+/// The rank, the host and the end of a worker that did not cause the failure of the job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PeerWorkerEnd {
     pub(crate) rank: Rank,

@@ -1,5 +1,5 @@
-//! Benchmark of building token caches: reads, renders and tokenizes files, and prints the time, the
-//! digest of the data and the peak memory.
+//! Benchmark of tokenizing data files into token caches, which prints the time, a digest of the
+//! tokens, and the peak memory.
 //!
 //!     cargo run --release -p worker --example data_bench -- tokenizer.json rounds [chat:]file…
 #![allow(clippy::unwrap_used)] // a benchmark

@@ -1,5 +1,5 @@
-//! Exchanges values between ranks so that all ranks have the same outcome: every rank gets the
-//! values of all ranks, or every rank fails.
+//! Exchanges values or errors between all ranks, so that either every rank gets the values of all
+//! ranks, or every rank fails.
 use crate::{
     error::{Error, Result},
     zero::collective_queue::CollectiveQueue,
@@ -32,15 +32,15 @@ pub fn all_gather_values<T: Serialize + DeserializeOwned>(
     values_or_abort(results)
 }
 
-/// Returns this rank's value `mine` if no rank has an error, and otherwise fails on every rank.
-/// Errors are handled as in [`all_gather_values`]. Collective: every rank must call it.
+/// Returns this rank's value `mine` if all ranks have a value; fails on every rank if any rank has
+/// an error. Errors are handled as in [`all_gather_values`]. Collective: every rank must call it.
 pub fn require_on_all_ranks<T>(queue: &CollectiveQueue, mine: Result<T>) -> Result<T> {
     all_gather_values(queue, mine.as_ref().map(|_| ()).map_err(Clone::clone))?;
     mine
 }
 
-/// Sends this rank's value to all ranks, and returns the values of all ranks in rank order; for the
-/// time before the queue of collectives exists. Used before a [`CollectiveQueue`] exists.
+/// Sends this rank's value to all ranks and returns the values of all ranks in rank order, directly
+/// through the communicator `comm`. Used before a [`CollectiveQueue`] exists.
 ///
 /// Errors are handled as in [`all_gather_values`]. Collective: every rank must call it.
 pub fn exchange_values_without_queue<T: Serialize + DeserializeOwned>(
@@ -52,13 +52,13 @@ pub fn exchange_values_without_queue<T: Serialize + DeserializeOwned>(
     values_or_abort(decode_rank_results(&reports)?)
 }
 
-/// Returns the values in `results`, one result per rank, or the error of the lowest rank that has
-/// one, marked as aborted by that rank.
+/// Returns the values of all ranks if every result is a value; otherwise returns the error of the
+/// lowest failed rank, marked as another rank's error.
 pub fn values_or_abort<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
     results.into_iter().enumerate().map(|(rank, value)| value.map_err(|e| e.into_peer_error(rank))).collect()
 }
 
-/// Sends this rank's value or error to all ranks, and returns the values and errors of all ranks in
+/// Sends this rank's value or error to all ranks, and returns the value or error of each rank in
 /// rank order. Fails only if the exchange fails.
 ///
 /// Collective: every rank must call it.
@@ -71,7 +71,7 @@ pub fn all_gather_results<T: Serialize + DeserializeOwned>(
 }
 
 /// Sends this rank's error, if any, to all ranks, and returns on every rank the error of the lowest
-/// rank that has one, or `None`.
+/// failed rank, if any.
 ///
 /// Collective: every rank must call it.
 pub fn exchange_first_error(queue: &CollectiveQueue, mine: Option<Error>) -> Result<Option<Error>> {
@@ -140,8 +140,8 @@ pub fn broadcast_bytes(queue: &CollectiveQueue, root: usize, mine: Result<Vec<u8
     Ok(received)
 }
 
-/// Builds the error which reports that the rank `rank` did not send the bytes that it had announced
-/// to broadcast.
+/// Creates the error that the bytes of a broadcast from rank `rank` do not agree with the size that
+/// this rank sent before.
 fn build_invalid_broadcast_error(rank: usize, message: String) -> Error {
     Diagnostic::error(codes::training::PEER_REPORT_INVALID, message).with_field("rank", rank).into()
 }

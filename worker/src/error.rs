@@ -28,13 +28,13 @@ impl Error {
         Diagnostic::error(code, message).into()
     }
 
-    /// Creates the error with which a rank ends because another rank or the agent (launch's process
-    /// on the host) ended the job.
+    /// Creates the error of a rank that ends only because another rank or the agent (launch's
+    /// process on the host) ended the job.
     pub fn new_aborted(diagnostic: Diagnostic) -> Self {
         Error { diagnostic, aborted: true }
     }
 
-    /// Converts the error of rank number `rank` to the error with which the other ranks end, whose
+    /// Converts the error that ended rank number `rank` to an error for the other ranks, whose
     /// message begins with `rank N:`. The result is marked as aborted and therefore never a root
     /// cause.
     pub fn into_peer_error(self, rank: usize) -> Self {
@@ -133,15 +133,14 @@ pub(crate) fn combine_train_section_errors(mut mistakes: Vec<Diagnostic>) -> Err
     mistakes.into_iter().fold(summary, Diagnostic::with_detail_diagnostic).into()
 }
 
-/// Converts an error of reading pretrained LoRA adapters to one that names the key of job.yaml with
-/// their directory. The result always has the category `Job` (exit code 2), because the job names
-/// the directory.
+/// Converts an error of reading pretrained LoRA adapters to a diagnostic that names `key`, the key
+/// of job.yaml for the adapters. The result always has the category `Job` (exit code 2), because
+/// the job names the directory.
 pub(crate) fn to_unreadable_adapters_error(error: CkptError, key: &str) -> Diagnostic {
     Diagnostic::from(error).with_category(Category::Job).with_subject(key)
 }
 
-/// Builds the error which reports that a thread could not be started; `purpose` is what the thread
-/// was for.
+/// Builds the error which reports that the thread for the work `purpose` could not be started.
 pub(crate) fn build_thread_start_error(purpose: &str, error: &std::io::Error) -> Error {
     let message = format!("cannot start the {purpose} thread");
     let diagnostic = Diagnostic::error(codes::training::WORKER_THREAD_FAILED, message);

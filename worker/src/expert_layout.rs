@@ -17,10 +17,12 @@ use std::{collections::BTreeMap, ops::Range};
 const EXPERTS_KEY: &str = "train.experts";
 /// The key of job.yaml for the number of ranks among which the experts of a layer are divided.
 const PARALLEL_SIZE_KEY: &str = "train.experts.expert_parallel_size";
-/// The key of job.yaml that selects by which rule, or explicitly, experts are assigned to ranks.
+/// The key of job.yaml that selects a rule for the assignment of experts to ranks, or lists the
+/// assignment explicitly.
 const PLACEMENT_KEY: &str = "train.experts.placement";
 
-/// Which experts of each mixture-of-experts layer each rank of an expert-parallel group has.
+/// The assignment of experts to the ranks of an expert-parallel group, for each mixture-of-experts
+/// layer of the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExpertLayout {
     /// The expert-parallel size: the number of ranks of a group.
@@ -73,14 +75,14 @@ impl ExpertLayout {
         Some(ExpertLayout { parallel: 1, layers })
     }
 
-    /// Returns the experts of the layer `layer` that the rank with the index `index` in its
-    /// expert-parallel group has, in ascending order.
+    /// Returns the experts of the layer `layer` that belong to the rank with the index `index` in
+    /// an expert-parallel group, in ascending order.
     pub fn list_experts_of_group_member(&self, layer: usize, index: usize) -> &[usize] {
         self.layers.get(&layer).map_or(&[], |ranks| &ranks[index])
     }
 
-    /// Returns the experts of the layer `layer` in the order in which token rows are sent to them:
-    /// first the experts of the first rank of an expert-parallel group.
+    /// Returns all experts of the layer `layer` in the order in which token rows are sent to them,
+    /// which is by the rank that has the expert.
     pub fn list_experts_in_dispatch_order(&self, layer: usize) -> Vec<usize> {
         self.layers.get(&layer).map(|ranks| ranks.concat()).unwrap_or_default()
     }
@@ -92,8 +94,8 @@ impl ExpertLayout {
     }
 }
 
-/// Builds the error which reports that the number of workers or experts (`count` and `things`) is
-/// not a multiple of the expert-parallel size.
+/// Builds the error which reports that the expert-parallel size does not divide `count`, the number
+/// of `things` (workers or experts).
 fn build_invalid_parallel_size_error(parallel: usize, things: &str, count: usize) -> Diagnostic {
     let message = format!("`{PARALLEL_SIZE_KEY}` {parallel} does not divide the number of {things}, {count}");
     Diagnostic::error(codes::training::EXPERT_PARALLEL_SIZE_INVALID, message)
@@ -150,9 +152,9 @@ fn assign_experts_to_ranks(
     Ok(ranks)
 }
 
-/// Builds the parameter units of the model (parameters that are gathered together): those without
-/// experts, followed by the units of the experts. Each MoE layer has one unit of experts for each
-/// rank of an expert-parallel group.
+/// Builds the model's parameter units (parameters that are gathered together), first the units
+/// without experts, then the units of experts. Each MoE layer has one unit of experts for each rank
+/// of an expert-parallel group.
 pub fn build_units_with_experts(model: &Model, layout: Option<&ExpertLayout>) -> Vec<ParamUnit> {
     let mut units = model.param_units();
     let (Some(sparse), Some(layout)) = (MoeModel::from_model(model), layout) else { return units };
@@ -208,17 +210,17 @@ impl SendPlan {
         }
     }
 
-    /// Returns for each row that the plan sends the number of the pair of token and chosen expert
-    /// from which the row results. A choice is a token with one of its experts, and choices are
-    /// numbered token by token, best expert first.
+    /// Returns for each row that this rank sends the number of its choice, a pair of a token and
+    /// one of the token's chosen experts. A choice is a token with one of its experts, and choices
+    /// are numbered token by token, best expert first.
     pub fn list_choices_of_rows(&self) -> Vec<u32> {
         let mut choices = vec![0; self.choice_rows.len()];
         (0..).zip(&self.choice_rows).for_each(|(choice, &row)| choices[row as usize] = choice);
         choices
     }
 
-    /// Makes this plan empty, for a rank that has no tokens: no row is sent to any of the `experts`
-    /// experts.
+    /// Clears this plan and prepares it for a rank without tokens, which sends no row to any of the
+    /// `experts` experts.
     pub fn reset_to_no_rows(&mut self, experts: usize) {
         self.row_tokens.clear();
         self.choice_rows.clear();
@@ -267,7 +269,7 @@ impl RecvPlan {
         (0..self.experts).flat_map(of_expert).collect()
     }
 
-    /// Computes where the token rows of each expert are in the received rows after these are sorted
+    /// Computes each expert's range of rows in the buffer of received token rows, which is sorted
     /// by expert and then by sender.
     pub fn compute_expert_ranges(&self) -> Vec<Range<usize>> {
         let counts = self.list_sender_counts_by_expert();
@@ -280,8 +282,8 @@ impl RecvPlan {
         (0..self.experts).map(range).collect()
     }
 
-    /// Computes where each expert's token rows from the rank `sender` are in the received rows
-    /// after these are sorted by expert and then by sender.
+    /// Computes, for each expert, the range of the rows from the sender with the index `sender` in
+    /// the received token rows sorted by expert, then by sender.
     pub fn compute_expert_ranges_from(&self, sender: usize) -> Vec<Range<usize>> {
         let counts = self.list_sender_counts_by_expert();
         let offsets = compute_start_offsets(&counts);
@@ -292,8 +294,8 @@ impl RecvPlan {
         (0..self.experts).map(range).collect()
     }
 
-    /// Lists the blocks of received token rows with one sender and one expert, each with its place
-    /// before and after the rows are sorted by expert.
+    /// Lists the blocks of received token rows, each from one sender for one expert, with their
+    /// positions before and after sorting by expert.
     ///
     /// Each item is the block's range in the order in which rows are received (by sender, then by
     /// expert), and the index of the block's first row after rows are sorted by expert, then by
@@ -311,8 +313,8 @@ impl RecvPlan {
     }
 }
 
-/// Returns the start of each of several consecutive parts, whose lengths are `counts` (exclusive
-/// prefix sums).
+/// Returns the start offsets of consecutive ranges with the lengths `counts`, which are the
+/// exclusive prefix sums of the lengths.
 fn compute_start_offsets(counts: &[usize]) -> Vec<usize> {
     let next = |offset: &mut usize, n: &usize| {
         let start = *offset;

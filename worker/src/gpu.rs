@@ -26,8 +26,8 @@ pub(crate) fn collect_library_search_paths(configured: &[PathBuf], workdir: &Pat
     }
 }
 
-/// Finds the directories in which Python packages, which may contain CUDA libraries, are installed:
-/// those of the first `python3` on the PATH, and the user's (`~/.local`).
+/// Finds the installation prefixes of Python, such as `/usr` and `~/.local`, below which Python
+/// packages may contain CUDA libraries.
 fn find_python_prefixes() -> Vec<PathBuf> {
     let path = std::env::var_os(env::PATH).unwrap_or_default();
     let python = std::env::split_paths(&path).map(|dir| dir.join("python3")).find(|file| file.is_file());
@@ -76,8 +76,8 @@ pub(crate) fn select_attention_backend(train: &TrainSpec) -> AttentionBackend {
     }
 }
 
-/// Converts the error of a GPU, or of a library for GPUs, to a diagnostic with exit code 3, which
-/// stands for faults of the cluster.
+/// Converts an error of a GPU or a CUDA library to a diagnostic whose exit code 3 stands for faults
+/// of the cluster, not of the job.
 pub(crate) fn to_unusable_gpu_error(error: CudaError) -> Diagnostic {
     let diagnostic = Diagnostic::from(error).with_category(Category::Cluster);
     let message = format!("cannot use a GPU: {}", diagnostic.message());
@@ -88,8 +88,8 @@ pub(crate) fn to_unusable_gpu_error(error: CudaError) -> Diagnostic {
 pub(crate) const NCCL_FALLBACK_HELP: &str =
     "set `cluster.comm_backend: host`, whose collectives use host memory";
 
-/// Converts an error of NCCL to a diagnostic with exit code 3, which stands for faults of the
-/// cluster.
+/// Converts an NCCL error to a diagnostic whose exit code 3 stands for faults of the cluster, not
+/// of the job.
 pub(crate) fn to_unusable_nccl_error(error: NcclError) -> Diagnostic {
     Diagnostic::from(error).with_category(Category::Cluster).with_help(NCCL_FALLBACK_HELP)
 }

@@ -31,9 +31,9 @@ const NO_DECAY_KEY: &str = "train.optimizer.no_decay";
 /// The key of job.yaml for the directory of pretrained LoRA adapters.
 pub const LORA_FROM_KEY: &str = "train.lora.from";
 
-/// Adds the job's LoRA adapters to the model and sets the precision of its matmuls. Returns the
-/// model's parameter units (parameters that are gathered together), in which each parameter is
-/// marked as trained or frozen.
+/// Adds the job's LoRA adapters to the model, sets precision and dropout seed, and marks every
+/// parameter as trained or frozen. Returns the model's parameter units (parameters that are
+/// gathered together), in which each parameter is marked as trained or frozen.
 ///
 /// # Errors
 ///
@@ -164,15 +164,15 @@ impl NamePatterns {
         NamePatterns(compiled)
     }
 
-    /// Returns whether one of the patterns matches the parameter's name or, for a matrix that is
-    /// used in two places (tied), its second name.
+    /// Returns whether one of the patterns matches `name` or, for a parameter with tied weights,
+    /// the second name that `ties` lists.
     fn matches(&self, name: &str, ties: &[TiedWeight]) -> bool {
         self.0.iter().any(|p| matches_name_or_alias(p, name, ties))
     }
 }
 
-/// Returns whether `pattern` matches the parameter's name or, for a matrix that is used in two
-/// places (tied), its second name.
+/// Returns whether `pattern` matches `name` or, for a parameter with tied weights, the second name
+/// that `ties` lists.
 fn matches_name_or_alias(pattern: &GlobMatcher, name: &str, ties: &[TiedWeight]) -> bool {
     let matches_alias = |t: &TiedWeight| t.target == name && pattern.is_match(&t.alias);
     pattern.is_match(name) || ties.iter().any(matches_alias)

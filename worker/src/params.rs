@@ -1,5 +1,5 @@
-//! [`ParamUnit`] and [`ParamSpec`]: names, shapes and initial distributions of parameters, and
-//! their division into units that are gathered together. Values are stored elsewhere.
+//! [`ParamUnit`] and [`ParamSpec`]: names, shapes and initial distributions of parameters, in units
+//! of parameters that are gathered from their owner ranks together. Values are stored elsewhere.
 //!
 //! A parameter is identified by its Hugging Face name. A [`ParamUnit`] is the group of parameters
 //! that is gathered, used and reduced together: one flat vector, its tensors one after another
@@ -53,8 +53,8 @@ pub struct OwnerRanks {
 }
 
 impl OwnerRanks {
-    /// The ranks among which a parameter unit (tensors that are gathered together) is divided if
-    /// these are all ranks.
+    /// The ranks 0, 1, 2 and so on: the value for a parameter unit (tensors that are gathered
+    /// together) that is divided among all ranks.
     pub const ALL: OwnerRanks = OwnerRanks { first: 0, stride: 1 };
 
     /// Returns whether `rank` is one of the ranks among which the parameter unit (tensors that are
@@ -93,8 +93,8 @@ pub struct ParamUnit {
     trained: Vec<bool>,
 }
 
-/// What only parameter units (tensors that are gathered together) of experts record: their layer,
-/// and the order of their tensors among all experts of the model.
+/// The layer of a parameter unit of experts, and the positions of the unit's tensors among the
+/// tensors of all experts of the model.
 #[derive(Clone, Debug, PartialEq)]
 struct ExpertTensors {
     layer: usize,
@@ -181,8 +181,8 @@ impl ParamUnit {
         self.list_segments(flat).iter().any(|s| self.trained[s.param])
     }
 
-    /// Converts an index in the unit's concatenated tensors (flat vector) to the index that remains
-    /// if frozen elements are left out.
+    /// Converts an index into the unit's concatenated tensors to an index into the concatenation of
+    /// only the unit's trained elements.
     pub fn to_trained_offset(&self, flat: usize) -> usize {
         self.list_trained_segments(0..flat).iter().map(|s| s.flat.len()).sum()
     }
@@ -193,8 +193,8 @@ impl ParamUnit {
         self.to_trained_offset(self.len())
     }
 
-    /// Converts a range of the unit's concatenated tensors (flat vector) to the range that remains
-    /// if frozen elements are left out.
+    /// Converts a range of the unit's concatenated tensors to the corresponding range in the
+    /// concatenation of only the unit's trained elements.
     pub fn to_trained_range(&self, flat: std::ops::Range<usize>) -> std::ops::Range<usize> {
         self.to_trained_offset(flat.start)..self.to_trained_offset(flat.end)
     }
@@ -251,8 +251,8 @@ impl ParamUnit {
     }
 }
 
-/// Lists all tensors of the model, by the index of their parameter unit and in the unit, in an
-/// order that does not depend on which rank has which experts.
+/// Lists all tensors of the model, as index of the parameter unit and index within the unit, in an
+/// order that is equal for every placement of experts.
 ///
 /// The tensors of dense units come first, in their order, and then the tensors of the experts.
 pub fn list_tensors_in_canonical_order(units: &[ParamUnit]) -> Vec<(usize, usize)> {
@@ -265,8 +265,8 @@ pub fn list_tensors_in_canonical_order(units: &[ParamUnit]) -> Vec<(usize, usize
     tensors(false).chain(of_experts).collect()
 }
 
-/// The part of one tensor that is inside a range of its parameter unit's concatenated tensors (flat
-/// vector).
+/// A contiguous part of one tensor, with its position in the tensor and in the concatenated tensors
+/// of the parameter unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// The index of the tensor in [`ParamUnit::params`].

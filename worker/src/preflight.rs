@@ -27,8 +27,7 @@ mod parameter_memory;
 // The launcher, which rejects more workers before it starts any, does not depend on crate comm.
 const _: () = assert!(MAX_TRAINING_WORKERS as usize == comm::MAX_WORLD_SIZE);
 
-/// The checks of a job with built-in training before it starts, which the launcher calls through an
-/// interface.
+/// The checks that the launcher runs before a job with built-in training (section `train`) starts.
 pub struct TrainPreflight;
 
 impl Preflight for TrainPreflight {
@@ -114,13 +113,13 @@ fn check_data(job: &JobSpec, train: &TrainSpec, report: &mut PreflightReport) ->
     checked.estimate.map(|estimate| (estimate.vocab_size, estimate.tokens))
 }
 
-/// What checks of a job use: the completed `train` section, the model, and the model's parameter
-/// units (tensors that are gathered together).
+/// A job's completed `train` section, the model, and the model's parameter units (tensors that are
+/// gathered together), without parameter values, for checks before the start.
 type CheckedModel = (TrainSpec, Model, Vec<ParamUnit>);
 
-/// Builds the model that the job trains, with its adapters and experts for `world` ranks, but
-/// without values, to check it. Fails if the model cannot be built or trained with these settings,
-/// and reports all mistakes.
+/// Builds the job's model with LoRA adapters and expert placement for `world` ranks, without
+/// allocating parameter values, for checks before the job starts. Fails if the model cannot be
+/// built or trained with these settings, and reports all mistakes.
 fn build_checked_model(
     job: &JobSpec,
     train: &TrainSpec,

@@ -29,9 +29,8 @@ pub enum Purpose {
 }
 
 impl Purpose {
-    /// Returns the text for this purpose of random numbers, which is hashed into the generator's
-    /// key so that purposes have independent numbers. A changed name changes the numbers of every
-    /// run.
+    /// Returns the name of this purpose, from which the random generator's key is derived, so that
+    /// purposes get independent random numbers. A changed name changes the numbers of every run.
     pub fn name(self) -> &'static str {
         match self {
             Purpose::Init => "init",
@@ -50,8 +49,8 @@ pub struct RandomStream {
     key: [u32; 2],
 }
 
-/// How many bits of the random generator's counter hold the index of a block, which is four
-/// consecutive elements.
+/// The number of bits of the random generator's counter for the index of a block of four
+/// consecutive random numbers.
 const BLOCK_BITS: u32 = 43;
 /// How many bits of the generator's counter hold the number of a sample.
 const SAMPLE_BITS: u32 = 43;
@@ -76,8 +75,8 @@ impl RandomStream {
         }
     }
 
-    /// Returns the stream's key for the Philox generator, for operations that compute the numbers
-    /// of this stream themselves.
+    /// Returns the stream's key of the Philox generator, with which other code, such as a dropout
+    /// kernel, computes the stream's numbers.
     pub fn key(&self) -> [u32; 2] {
         self.key
     }
@@ -153,8 +152,8 @@ pub fn fill_uniform(
     fill_blocks(out, first_element, |block| stream.compute_uniforms(block).map(|u| (low + u * width) as f32));
 }
 
-/// Fills `out` with random values of a tensor, beginning with the element number `first_element`,
-/// by a function that computes a block of four. `values` computes blocks of four elements by their
+/// Fills `out` with consecutive random values of a tensor from element number `first_element` on,
+/// by calling `values` for every four elements. `values` computes blocks of four elements by their
 /// number, and the first and last block may be used in part.
 fn fill_blocks(out: &mut [f32], first_element: u64, values: impl Fn(u64) -> [f32; 4] + Sync) {
     out.par_chunks_mut(CHUNK_ELEMENTS).enumerate().for_each(|(i, chunk)| {

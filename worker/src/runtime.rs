@@ -96,9 +96,10 @@ pub fn main() -> u8 {
     }
 }
 
-/// Runs this rank in one attempt (start of all workers of the run), and uses resources, such as the
-/// open device, that the process kept from an earlier attempt. Returns when the attempt has no
-/// threads and no communicator any more.
+/// Runs this rank for one attempt (one start of all workers), from connecting to the other ranks to
+/// the end of training. Uses the resources in `kept`, such as the open device, that the process
+/// kept from an earlier attempt. Returns when the attempt has no threads and no communicator any
+/// more.
 fn run_attempt(session: &AgentSession, init: &WorkerInit, kept: &mut KeptResources) -> Result<WorkerExit> {
     let _span =
         tracing::info_span!(target: "worker", "rank", rank = init.rank, attempt = init.attempt).entered();
@@ -251,9 +252,9 @@ fn describe_run(
     metadata
 }
 
-/// Connects the devices of all ranks for collectives, and records each collective in this rank's
-/// status, by which a hang is diagnosed. `hosts` transfers data between host memories. Collective:
-/// every rank must call it.
+/// Connects the devices of all ranks, and returns a communicator that also records each collective
+/// in this rank's status, to diagnose hangs. `hosts` transfers data between host memories.
+/// Collective: every rank must call it.
 fn connect_observed_collectives(
     device: &RankDevice,
     (session, init): (&AgentSession, &WorkerInit),
@@ -285,8 +286,8 @@ fn open_samples<'a>(
     Ok(samples)
 }
 
-/// Creates the object that saves the run's checkpoints; `resumed` is where the run resumed, and
-/// `memory` the access to copies of the training state in the memory of hosts.
+/// Creates the object that saves the run's checkpoints in the directory `root`. `resumed` is where
+/// the run resumed, and `memory` the access to copies of the training state in the memory of hosts.
 fn create_checkpoint_saver(
     job: &JobSpec,
     root: &Path,
@@ -370,8 +371,8 @@ fn resume_or_start_from_model(
     }
 }
 
-/// Reports that this rank is ready to train: sets the step that its signs of life (heartbeats)
-/// report to the agent. The leader also sends the event that the job is ready.
+/// Marks this rank as ready to train by setting the completed step that its heartbeats report to
+/// the agent (launch's process on the host). The leader also sends the event that the job is ready.
 fn report_ready_to_train(
     session: &AgentSession,
     running: &RunningTrainer,
@@ -388,7 +389,8 @@ fn report_ready_to_train(
     session.send_event(Event::Ready { step, total_steps: train.steps, parameters, tokens_per_step })
 }
 
-/// Waits until every rank has finished its last collective. Collective: every rank must call it.
+/// Waits until every rank has finished its last collective, so that no other rank still reads this
+/// rank's memory. Collective: every rank must call it.
 ///
 /// A GPU may still execute a collective when the call has returned, and other ranks then read this
 /// rank's memory.
@@ -406,9 +408,8 @@ fn find_checkpoint_root(init: &WorkerInit) -> PathBuf {
     init.workdir.join(dir)
 }
 
-/// Detects which ranks see the same checkpoint directory and, if hosts have separate directories,
-/// completes commits of checkpoints that an earlier run could not finish on all hosts. Collective:
-/// every rank must call it.
+/// Detects which ranks see the same checkpoint directory, and completes checkpoints that an earlier
+/// run left uncommitted if hosts have separate directories. Collective: every rank must call it.
 fn detect_storage_topology(
     session: &AgentSession,
     init: &WorkerInit,

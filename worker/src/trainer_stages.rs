@@ -32,8 +32,8 @@ use initial_values::initialise_unit;
 use jobspec::{Precision, TrainSpec};
 use std::sync::Arc;
 
-/// Stage 1 of building a trainer: the job's `train` section, completed with the vocabulary size and
-/// the settings that model and adapter directories contain.
+/// Stage 1 of building a trainer: the job's `train` section after missing settings, such as the
+/// vocabulary size, were added.
 pub struct ResolvedSpec {
     train: TrainSpec,
 }
@@ -66,9 +66,8 @@ pub struct UninitializedTrainer {
 }
 
 impl ResolvedSpec {
-    /// Completes the sections `train.model` and `train.lora` of the job with the vocabulary size
-    /// and with settings from the directories that they name. `vocab` is the vocabulary size of the
-    /// tokenizer.
+    /// Completes the job's `train` section with the vocabulary size and with settings from the
+    /// pretrained model and adapter directories. `vocab` is the vocabulary size of the tokenizer.
     pub fn new(train: &TrainSpec, vocab: u32) -> Result<Self> {
         let mut train = train.clone();
         train.model = resolve_model_section(&train.model, vocab, train.data.seq_len)?;
@@ -172,8 +171,8 @@ impl ShardedModel {
 }
 
 impl UninitializedTrainer {
-    /// Returns the job's `train` section, completed with the vocabulary size and the settings that
-    /// model and adapter directories contain.
+    /// Returns the job's `train` section after missing settings, such as the vocabulary size, were
+    /// added.
     pub fn train_spec(&self) -> &TrainSpec {
         &self.train
     }
@@ -193,8 +192,8 @@ impl UninitializedTrainer {
         self.start_at_position(Cursor::default())
     }
 
-    /// Starts training at the progress `position` (steps, samples and tokens done), with parameters
-    /// and optimizer states that were loaded or initialised before.
+    /// Converts this trainer, whose parameters have values now, to a running trainer that continues
+    /// at the progress `position` (steps, samples, tokens).
     pub fn start_at_position(self, position: Cursor) -> RunningTrainer {
         RunningTrainer::new(self.trainer, self.train, position)
     }

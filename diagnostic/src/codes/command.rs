@@ -1,5 +1,5 @@
-//! Codes of errors about the command line, about runs that the user names, and about imports and
-//! batch scripts.
+//! Codes of errors about the command line, about unknown runs, about converting configurations of
+//! other launchers, and about batch scripts.
 
 codes! {
     // --- the command line ----------------------------------------------------------------------

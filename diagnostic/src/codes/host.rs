@@ -1,5 +1,5 @@
-//! Codes of errors about hosts: the executable, agents, workers, inventory and plan, and the
-//! results of `launch check`.
+//! Codes of errors about hosts: the executable, agents and workers on them, their hardware, the
+//! assignment of workers to hosts, and the results of `launch check`.
 
 codes! {
     // --- the executable on a host --------------------------------------------------------------

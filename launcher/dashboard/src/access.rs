@@ -79,8 +79,8 @@ impl Token {
     }
 }
 
-/// Returns whether the value of a `Host` header means this machine: a loopback address or
-/// `localhost`, with any port, because SSH may forward another port.
+/// Returns whether the value of an HTTP `Host` header is a loopback address or `localhost`, with or
+/// without a port.
 pub(crate) fn is_loopback_name(host: &str) -> bool {
     let is_port = |port: &str| (1..=5).contains(&port.len()) && port.bytes().all(|b| b.is_ascii_digit());
     ["127.0.0.1", "localhost", "[::1]"].iter().any(|name| {

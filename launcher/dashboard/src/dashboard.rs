@@ -1,5 +1,5 @@
-//! [`Dashboard`]: the runs that the dashboard shows, and the state of those whose journals (files
-//! of events) it reads.
+//! [`Dashboard`]: the list of the user's runs, and the state of those runs that the web page or the
+//! metrics showed recently.
 use crate::{
     run_source::{RunInfo, RunSource},
     tracked_run::TrackedRun,
@@ -70,8 +70,8 @@ impl Dashboard {
         runs
     }
 
-    /// Returns the state of the run with the ID `run`, and begins to track the run if the dashboard
-    /// does not know its state yet. Returns `None` if there is no such run.
+    /// Returns the state of the run with the ID `run`, and creates it from the files of the run
+    /// directory if it is not in memory. Returns `None` if there is no such run.
     pub(crate) fn find_or_track_run(&self, run: &str) -> Option<SharedTrackedRun> {
         if let Some((used, shared)) = lock_ignoring_poison(&self.tracked).get_mut(run) {
             *used = Instant::now();

@@ -32,8 +32,8 @@ pub(crate) struct StepValues {
     pub(crate) exposed_comm_s: f64,
 }
 
-/// A parsed line of a run's journal (`events.jsonl`): a `step` event, another event, or an event
-/// that only another version of launch knows.
+/// A parsed line of a run's journal (`events.jsonl`): a `step` event, another known event, or an
+/// event that this version of launch does not know.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum JournalLine {
     /// A `step` event.
@@ -71,8 +71,8 @@ impl JournalLine {
     }
 }
 
-/// Shortens long texts, lists and objects in a JSON value from an untrusted file, and replaces
-/// nested values by `null` once the limit `values_left` on the number of values is used up.
+/// Limits the size of a JSON value from an untrusted file: shortens long texts, lists and objects,
+/// and replaces surplus nested values by `null`.
 pub(crate) fn truncate_json_value(value: Value, values_left: &mut usize) -> Value {
     *values_left = values_left.saturating_sub(1);
     if *values_left == 0 {

@@ -26,8 +26,8 @@ const MAX_MATCHES: usize = 500;
 const MAX_SEARCH_BYTES: u64 = 64 << 20;
 /// The longest text that a user can search for in log files, in bytes.
 const MAX_PATTERN_BYTES: usize = 256;
-/// The file name prefix of logs whose ranks run on other hosts: the controller writes the console
-/// output of such ranks to these files.
+/// The prefix `streamed-` of the names of log files in which the controller stores the console
+/// output of ranks on other hosts.
 const STREAMED_LOG_PREFIX: &str = "streamed-";
 
 /// Consecutive lines of a rank's log file, with the file position at which the next request
@@ -77,15 +77,16 @@ pub(crate) fn list_logs(logs: &Path) -> BTreeMap<u32, PathBuf> {
     found
 }
 
-/// Returns how long ago each rank wrote to its log file, for the first `limit` logs.
+/// Returns, for each of the `limit` lowest ranks with a log file, the time since the last write to
+/// this file.
 pub(crate) fn read_log_ages(logs: &Path, limit: usize) -> BTreeMap<u32, Duration> {
     let now = SystemTime::now();
     let age = |path: &Path| now.duration_since(fs::symlink_metadata(path).ok()?.modified().ok()?).ok();
     list_logs(logs).into_iter().take(limit).filter_map(|(rank, path)| Some((rank, age(&path)?))).collect()
 }
 
-/// Reads the last lines of a rank's log file, or only the lines that were added since an earlier
-/// call, which `position` (file identity and end offset) describes.
+/// Reads the last lines of a rank's log file, or the lines after the file position at which an
+/// earlier call ended.
 pub(crate) fn read_log_part(
     source: &dyn RunSource,
     path: &Path,

@@ -168,14 +168,14 @@ impl MetricsFormat {
     }
 }
 
-/// Formats the metrics of the active runs, of those that the user has named, and of the newest run
-/// as the content of a file for the textfile collector of Prometheus's node exporter.
+/// Formats the metrics of runs as the content of a file for the textfile collector of Prometheus's
+/// node exporter.
 pub fn format_metrics_textfile(dashboard: &Dashboard) -> String {
     format_metrics(dashboard, MetricsFormat::Prometheus)
 }
 
-/// Formats the metrics of the active runs, of the runs that the user has named on the command line,
-/// and of the newest run, as Prometheus or OpenMetrics text.
+/// Formats the metrics of several runs (the active ones, those named on the command line, and the
+/// newest) as Prometheus or OpenMetrics text.
 pub(crate) fn format_metrics(dashboard: &Dashboard, format: MetricsFormat) -> String {
     let listed = dashboard.list_runs();
     let shown = listed.iter().enumerate().filter(|(at, info)| *at == 0 || info.is_active || info.is_named);

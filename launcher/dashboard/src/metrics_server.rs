@@ -25,7 +25,8 @@ const MAX_CONNECTIONS: usize = 8;
 /// The pause of the server after an error of `accept`, for example because of too many open files.
 const ACCEPT_ERROR_PAUSE: Duration = Duration::from_millis(200);
 
-/// Where a monitoring system connects to, to get the metrics.
+/// The socket at which a monitoring system such as Prometheus requests the metrics: a TCP port of a
+/// loopback address, or a Unix socket.
 #[derive(Debug)]
 pub enum MetricsListener {
     /// A port of a loopback address. Every user of the machine can connect.
@@ -34,12 +35,13 @@ pub enum MetricsListener {
     Socket(StdUnixListener),
 }
 
-/// A connection of a monitoring system.
+/// A TCP or Unix socket connection over which a monitoring system such as Prometheus requests the
+/// metrics.
 trait Connection: AsyncRead + AsyncWrite + Unpin + Send {}
 
 impl<T: AsyncRead + AsyncWrite + Unpin + Send> Connection for T {}
 
-/// A [`MetricsListener`] on the event loop of the server.
+/// The socket at which the metrics server accepts connections, as an asynchronous Tokio listener.
 enum AsyncListener {
     Port(TcpListener),
     Socket(UnixListener),
@@ -122,8 +124,8 @@ async fn serve_connection(
     send_response(&mut stream, &response, has_body).await
 }
 
-/// Returns the response to a request that is not for the metrics, or that the page of another site
-/// has sent to a port of this machine (DNS rebinding).
+/// Returns the error response to an HTTP request that must be rejected, because of a wrong path,
+/// method or `Host` header; `None` for a valid request.
 fn check_request(request: &Request, is_port: bool) -> Option<Response> {
     if is_port && !request.host.as_deref().is_some_and(is_loopback_name) {
         return Some(Response::error(403, "the header `Host` names no loopback address"));

@@ -77,15 +77,15 @@ pub(crate) struct GridJson<'a> {
 }
 
 impl RankGrid {
-    /// Resets the grid for a new attempt (start of all workers), whose `world` workers are all on
-    /// one host.
+    /// Sets the number of ranks to `world`, all on the host `host`, and marks all as starting, for
+    /// a new start of all workers.
     pub(crate) fn begin_attempt_on_one_host(&mut self, world: u32, host: &str) {
         self.begin_attempt(world, &[host.to_owned()], &[world]);
     }
 
-    /// Resets the grid for a new attempt (start of all workers) with `world` workers on the hosts
-    /// `hosts`. `workers` is the number of workers of each host. If it does not match `hosts`, all
-    /// ranks are in one row, which names all hosts.
+    /// Sets the number of ranks to `world` and the hosts to `hosts`, and marks all ranks as
+    /// starting, for a new start of all workers. `workers` is the number of workers of each host.
+    /// If it does not match `hosts`, all ranks are in one row, which names all hosts.
     pub(crate) fn begin_attempt(&mut self, world: u32, hosts: &[String], workers: &[u32]) {
         self.world = world;
         self.states = vec![RankState::Starting; world.min(MAX_RANKS) as usize];
@@ -122,8 +122,8 @@ impl RankGrid {
         *self.failures.entry(rank).or_default() += 1;
     }
 
-    /// Records the end of the run: marks all ranks except failed ones as done or, without success,
-    /// as ended.
+    /// Records the end of the run: gives all ranks that have not failed the state "done" after a
+    /// success, otherwise "ended".
     pub(crate) fn record_run_end(&mut self, is_success: bool) {
         let end = if is_success { RankState::Done } else { RankState::Ended };
         self.states.iter_mut().filter(|state| **state != RankState::Failed).for_each(|state| *state = end);
@@ -164,7 +164,7 @@ impl RankGrid {
         self.world
     }
 
-    /// Returns the number of hosts that the grid contains.
+    /// Returns the number of hosts of the run that the dashboard shows.
     pub(crate) fn host_count(&self) -> usize {
         self.hosts.len()
     }

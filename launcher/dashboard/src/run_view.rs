@@ -171,8 +171,8 @@ impl RunView {
         }
     }
 
-    /// Marks all ranks as running at the start of an attempt (start of all workers), but only if
-    /// the job runs a program, because programs do not report that they have started.
+    /// Marks all ranks as running if the job runs the user's program, which, unlike the built-in
+    /// training, does not report when it has started.
     fn mark_ranks_running(&mut self) {
         if !self.is_training {
             self.grid.set_all_states(RankState::Running);

@@ -53,9 +53,8 @@ pub(crate) struct SeriesUpdate {
     buckets: Vec<Vec<f64>>,
 }
 
-/// How much of a curve a reader, such as the page of the dashboard, has received: the number of
-/// buckets (ranges of steps), and a version number that changes when a bucket other than the last
-/// one changes.
+/// The position up to which a reader, such as the page of the dashboard, has received the points of
+/// a curve.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct SeriesReadPosition {
     generation: u64,
@@ -119,8 +118,8 @@ impl Series {
         }
     }
 
-    /// Adds points for steps before the last bucket (range of steps) of the curve, which a run that
-    /// was restarted from a checkpoint repeats.
+    /// Adds points of steps before the newest steps of the curve, which occur when a run restarts
+    /// from an older checkpoint.
     fn add_earlier_bucket(&mut self, bucket: &Bucket) {
         self.generation += 1;
         match self.buckets.binary_search_by_key(&bucket.index, |b| b.index) {
@@ -129,8 +128,8 @@ impl Series {
         }
     }
 
-    /// Doubles the number of steps per bucket, and merges each two buckets that then cover the same
-    /// steps.
+    /// Doubles the number of steps per bucket (range of consecutive steps), and merges neighboring
+    /// buckets in pairs.
     fn double_bucket_width(&mut self) {
         self.generation += 1;
         self.width = self.width.saturating_mul(2);
@@ -161,9 +160,8 @@ impl Series {
         self.buckets.iter().flat_map(Bucket::list_points).collect()
     }
 
-    /// Returns the part of the curve that a reader, which has received the curve up to `position`,
-    /// still lacks, and moves `position` to the end of the curve. Returns `None` if the series is
-    /// empty.
+    /// Returns the points of the curve that a reader lacks, and moves the reader's `position` to
+    /// the end of the curve. Returns `None` if the series is empty.
     pub(crate) fn take_update(&self, position: &mut SeriesReadPosition) -> Option<SeriesUpdate> {
         if self.buckets.is_empty() {
             return None;

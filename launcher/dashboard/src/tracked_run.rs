@@ -24,7 +24,8 @@ use std::{
 const REFRESH_BYTES: u64 = 4 << 20;
 /// The largest size of a run's `job.json` that is read, in bytes. A longer file is not shown.
 const MAX_JOB_BYTES: u64 = 4 << 20;
-/// The largest number of values of a run's job that the page shows.
+/// The largest number of JSON values (numbers, texts, lists and objects) of a run's `job.json` that
+/// the page of the dashboard shows.
 const MAX_JOB_VALUES: usize = 20_000;
 /// The interval at which the dashboard reads again whether a run is active, what its newest
 /// measurements are, and when its ranks last wrote to their logs.
@@ -89,7 +90,8 @@ pub(crate) struct RunUpdate<'a> {
 }
 
 impl TrackedRun {
-    /// Creates the state of the run `info` before its journal is read, and reads its job.
+    /// Creates the state of the run `info` from its `job.json`, before any event of its journal is
+    /// read.
     pub(crate) fn new(source: &dyn RunSource, info: RunInfo) -> TrackedRun {
         let job = read_job(source, &info).unwrap_or_default();
         let view = create_empty_view(&job, &info);
@@ -109,8 +111,8 @@ impl TrackedRun {
         }
     }
 
-    /// Reads the next lines of the run's journal (file of events) and, every few seconds, whether
-    /// the run is active, and its measurements. Returns whether the journal was read to its end.
+    /// Reads the next lines of the run's journal (file of events) and, every few seconds, the run's
+    /// status and measurements. Returns whether the journal was read to its end.
     pub(crate) fn refresh(&mut self, source: &dyn RunSource) -> bool {
         if Instant::now() >= self.next_state {
             self.refresh_state(source);
@@ -134,8 +136,8 @@ impl TrackedRun {
         self.is_loaded
     }
 
-    /// Reads again whether the run is active, what its newest measurements (such as step times)
-    /// are, and when its ranks last wrote to their logs.
+    /// Updates the run's status (active or not), its newest measurements and, if it is active, the
+    /// times of the last writes to its log files.
     fn refresh_state(&mut self, source: &dyn RunSource) {
         self.next_state = Instant::now() + STATE_REFRESH_INTERVAL;
         if let Some(info) = source.reload_run(&self.info).filter(|info| *info != self.info) {
@@ -155,9 +157,8 @@ impl TrackedRun {
         }
     }
 
-    /// Returns the data of the run that a reader, which has received the data up to `position`,
-    /// still lacks, and moves `position` to the present state. Returns `None` if nothing has
-    /// changed.
+    /// Returns the data of the run that one reader, such as a page of the dashboard, lacks, and
+    /// moves the reader's `position` to the present state. Returns `None` if nothing has changed.
     pub(crate) fn take_update(&self, position: &mut RunReadPosition) -> Option<RunUpdate<'_>> {
         if (position.epoch, position.version) == (self.epoch, self.version) {
             return None;

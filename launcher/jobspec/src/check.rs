@@ -1,5 +1,5 @@
-//! Checks that the values of a job's keys fit together, without reading data and without asking a
-//! host.
+//! Reports conflicts between the keys of a job, such as a rendezvous port outside `cluster.ports`,
+//! without reading data and without asking a host.
 //!
 //! A setting that cannot be honoured is an error. A setting without effect is an error if it would
 //! mislead the user about the result or the safety of the run. Other settings without effect are
@@ -26,9 +26,9 @@ use crate::{
 };
 use diagnostic::{Severity, codes::job as codes};
 
-/// Checks that the values of a job's keys fit together, after job.yaml was decoded. Errors and
-/// warnings are reported to `d`. A check is skipped if decoding already reported an error for a key
-/// that the check reads.
+/// Reports conflicts between the keys of a job, such as both `run.command` and `train`, after
+/// job.yaml was decoded. Errors and warnings are reported to `d`. A check is skipped if decoding
+/// already reported an error for a key that the check reads.
 pub(crate) fn check_job(d: &mut JobDecoder, job: &JobSpec) {
     check_run_or_train(d, job);
     check_rules(d, job);
@@ -59,9 +59,9 @@ fn check_rules(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Returns whether a rule about keys can be checked, that is, whether the keys in its conditions
-/// have no errors. A condition that only asks whether a key is given does not need a correct value,
-/// except for `run.command`.
+/// Returns whether a rule about keys can be evaluated, because decoding reported no error for the
+/// keys in its conditions. A condition that only asks whether a key is given does not need a
+/// correct value, except for `run.command`.
 fn is_rule_checkable(d: &JobDecoder, rule: &Rule) -> bool {
     rule.when.iter().all(|condition| match condition {
         Condition::Given(key) | Condition::NotGiven(key) if *key != "run.command" => true,
@@ -107,8 +107,8 @@ fn check_program_resume(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Checks that the devices of a job are compatible with `run.visible_devices` and
-/// `cluster.comm_backend`, and the rendezvous port with `cluster.ports`.
+/// Reports conflicts between the keys about devices, communication backend and ports, such as a
+/// rendezvous port outside `cluster.ports`.
 fn check_devices(d: &mut JobDecoder, job: &JobSpec) {
     const VISIBLE_KEY: &str = "run.visible_devices";
     const WORKERS_KEY: &str = "cluster.workers_per_gpu";
@@ -144,8 +144,8 @@ fn check_devices(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Warns about a program that may still be running at the time limit of its Slurm job, although it
-/// was asked to stop `slurm.signal_time` before. Slurm then ends the job, which is not requeued.
+/// Warns if a program's stop signal is followed by more time until SIGKILL than Slurm leaves until
+/// the time limit (`slurm.signal_time`). Slurm then ends the job, which is not requeued.
 fn warn_about_late_stop(d: &mut JobDecoder, job: &JobSpec) {
     const SIGNAL_KEY: &str = "run.stop_signal";
     let keys = ["run.command", SIGNAL_KEY, "run.stop_timeout", "run.grace_period", "slurm.signal_time"];

@@ -20,16 +20,16 @@ pub const OMP_NUM_THREADS: &str = "OMP_NUM_THREADS";
 /// Environment variable that launch sets for programs, as torchrun does: the index of the worker's
 /// host, from 0.
 pub const GROUP_RANK: &str = "GROUP_RANK";
-/// Environment variable that launch sets for programs, as torchrun does: the rank within the role,
-/// which is the global rank.
+/// Environment variable that launch sets for programs, as torchrun does: the rank among the workers
+/// of the same torchrun role, which is the global rank.
 pub const ROLE_RANK: &str = "ROLE_RANK";
 /// Environment variable that launch sets for programs, as torchrun does: the name of the worker's
 /// role. launch has a single role.
 pub const ROLE_NAME: &str = "ROLE_NAME";
 /// Environment variable that launch sets for programs, as torchrun does: the number of hosts.
 pub const GROUP_WORLD_SIZE: &str = "GROUP_WORLD_SIZE";
-/// Environment variable that launch sets for programs, as torchrun does: the number of workers of
-/// the role, which are all workers.
+/// Environment variable that launch sets for programs, as torchrun does: the number of workers with
+/// the same torchrun role, which is the world size.
 pub const ROLE_WORLD_SIZE: &str = "ROLE_WORLD_SIZE";
 /// Environment variable that launch sets for programs: the number of times that the workers were
 /// restarted in this run.
@@ -48,11 +48,11 @@ pub const TORCHELASTIC_ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
 /// Environment variable that launch sets for built-in workers that share a GPU and use NCCL:
 /// permits several ranks on one GPU. NCCL supports this from version 2.30 on.
 pub const NCCL_MULTI_RANK_GPU_ENABLE: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
-/// Environment variable that launch sets for those processes of `launch gpu-check` in which ranks
-/// share a GPU: the largest number of blocks of NCCL's kernels.
+/// Environment variable that `launch gpu-check` sets for ranks that share a GPU: the largest number
+/// of thread blocks of an NCCL kernel.
 pub const NCCL_MAX_CTAS: &str = "NCCL_MAX_CTAS";
-/// Environment variable that launch sets for those processes of `launch gpu-check` in which ranks
-/// share a GPU: whether the driver loads all kernels at once (`EAGER`).
+/// Environment variable that `launch gpu-check` sets for ranks that share a GPU: `EAGER` makes the
+/// CUDA driver load all kernels at once.
 pub const CUDA_MODULE_LOADING: &str = "CUDA_MODULE_LOADING";
 /// Environment variable that `launch gpu-check` sets after a failure: with `1`, each launch of a
 /// kernel waits for its end.
@@ -162,16 +162,17 @@ pub const JAX_NUM_PROCESSES: &str = "JAX_NUM_PROCESSES";
 /// Environment variable that launch sets for programs: the rank, as the number of the process of
 /// JAX.
 pub const JAX_PROCESS_ID: &str = "JAX_PROCESS_ID";
-/// Environment variable that launch sets for programs whose workers have a GPU each and see all
-/// GPUs, unless the user sets the variable: the number of the GPU that a process of JAX uses.
+/// Environment variable that launch sets for programs with several workers on a host and a GPU for
+/// each: the number of the GPU that a JAX process uses. Not set if each worker sees only its GPU,
+/// or if the user sets the variable.
 pub const JAX_LOCAL_DEVICE_IDS: &str = "JAX_LOCAL_DEVICE_IDS";
 /// Environment variable that launch reads: the directory below which the list of the user's runs is
 /// stored (XDG base directories).
 pub const XDG_STATE_HOME: &str = "XDG_STATE_HOME";
 /// Environment variable that launch reads: the user's home directory.
 pub const HOME: &str = "HOME";
-/// Environment variable: the directory of temporary files. Set for Charliecloud, which mounts it at
-/// `/tmp`.
+/// Environment variable that launch sets for programs in Charliecloud containers: the directory of
+/// temporary files. Set for Charliecloud, which mounts it at `/tmp`.
 pub const TMPDIR: &str = "TMPDIR";
 /// Environment variable that launch reads: the name of the user. Set for Charliecloud, which needs
 /// it.
@@ -265,16 +266,15 @@ pub const LAUNCH_CONTROL_FD: &str = "LAUNCH_CONTROL_FD";
 /// Environment variable that launch sets for built-in workers: the number of the inherited file
 /// descriptor of the host's shared memory segment (a memfd).
 pub const LAUNCH_SHM_FD: &str = "LAUNCH_SHM_FD";
-/// Environment variable that launch sets for built-in workers of a job with `checkpoint.memory`:
-/// the number of the inherited file descriptor of the memory (a memfd) in which the host keeps
-/// copies of the training state.
+/// Environment variable that launch sets for built-in workers: the inherited file descriptor of the
+/// memory (a memfd) for copies of the training state (`checkpoint.memory`).
 pub const LAUNCH_MEMORY_FD: &str = "LAUNCH_MEMORY_FD";
-/// Environment variable that launch sets for built-in workers whose process may take part in
-/// several attempts (starts of all workers): the number of the inherited socket over which the
-/// agent passes the shared memory segment of each later attempt.
+/// Environment variable that launch sets for built-in workers: the inherited file descriptor of the
+/// socket through which a worker receives the shared memory of later restarts. Only workers whose
+/// process may take part in several attempts have it.
 pub const LAUNCH_ATTEMPT_FD: &str = "LAUNCH_ATTEMPT_FD";
-/// Environment variable that launch sets for built-in workers: the number of the inherited file
-/// descriptor of the memory (a memfd) to which each worker of the host writes its status.
+/// Environment variable that launch sets for built-in workers: the file descriptor of the memory (a
+/// memfd) to which each worker writes its activity and its collective counts.
 pub const LAUNCH_STATUS_FD: &str = "LAUNCH_STATUS_FD";
 /// Environment variable that launch sets for programs in a job with `run.hang_timeout`, unless the
 /// user sets it: the number of collectives that torch's flight recorder keeps.
@@ -283,9 +283,9 @@ pub const TORCH_FR_BUFFER_SIZE: &str = "TORCH_FR_BUFFER_SIZE";
 /// user sets it: whether torch's flight recorder writes the recorded collectives to a file after a
 /// timeout.
 pub const TORCH_FR_DUMP_ON_TIMEOUT: &str = "TORCH_FR_DUMP_ON_TIMEOUT";
-/// Environment variable that launch sets for programs in a job with `run.hang_timeout`, unless the
-/// user sets it: the path of the file for the collectives that torch's flight recorder has
-/// recorded, to which torch appends the rank.
+/// Environment variable that launch sets for programs with `run.hang_timeout`: the path, without
+/// the rank, of the file to which torch's flight recorder writes its collectives. A value that the
+/// user sets has precedence.
 pub const TORCH_FR_DUMP_TEMP_FILE: &str = "TORCH_FR_DUMP_TEMP_FILE";
 /// Environment variable that launch sets to `WARN` for programs in a job with `run.hang_timeout`,
 /// unless the user sets it: which messages NCCL prints.
@@ -297,16 +297,15 @@ pub const NCCL_CONF_FILE: &str = "NCCL_CONF_FILE";
 /// `TORCH_FR_DUMP_ON_TIMEOUT` and `TORCH_FR_DUMP_TEMP_FILE`.
 pub const OLD_FLIGHT_RECORDER_VARIABLES: [&str; 3] =
     ["TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"];
-/// Environment variable that launch sets for programs in a job with `run.hang_timeout`: the
-/// directory in which the hang hook (launch's Python module in the worker) and the agent exchange
-/// files (docs/design/processes.md).
+/// Environment variable that launch sets for programs with `run.hang_timeout`: the directory in
+/// which launch's Python module in the worker and the agent exchange files.
+/// docs/design/processes.md describes the files.
 pub const LAUNCH_HANG_DIR: &str = "LAUNCH_HANG_DIR";
 /// Environment variable that launch sets for programs in a job with `run.hang_timeout`: the number
 /// of the signal at which Python writes the stacks of its threads.
 pub const LAUNCH_HANG_SIGNAL: &str = "LAUNCH_HANG_SIGNAL";
-/// Environment variable that launch sets for programs in a job with `run.hang_timeout`: the
-/// interval in milliseconds at which the hang hook (launch's Python module in the worker) publishes
-/// the numbers of collectives.
+/// Environment variable that launch sets for programs with `run.hang_timeout`: the interval in
+/// milliseconds at which launch's Python module in the worker publishes its collective counts.
 pub const LAUNCH_HANG_INTERVAL_MS: &str = "LAUNCH_HANG_INTERVAL_MS";
 /// Environment variable that launch sets for commands of `launch exec`: the process id of the
 /// worker next to which the command runs.
@@ -315,9 +314,8 @@ pub const LAUNCH_WORKER_PID: &str = "LAUNCH_WORKER_PID";
 /// server-address server-port`, which sshd sets. The server address is the address at which the
 /// controller reached the host.
 pub const SSH_CONNECTION: &str = "SSH_CONNECTION";
-/// Environment variable for tests: `RANK:N` makes the worker of rank `RANK` kill itself at its N-th
-/// fault point (a place where tests inject failures), and `RANK:loop@STEPS` lets it loop endlessly
-/// after so many steps (docs/testing.md).
+/// Environment variable for tests: makes the worker of a chosen rank kill itself, or loop
+/// endlessly, at a chosen point of its execution. docs/testing.md lists the values.
 pub const LAUNCH_FAULT: &str = "LAUNCH_FAULT";
 /// Environment variable for tests: a file to which every worker appends the number of fault points
 /// (places where tests inject failures) that it has passed.

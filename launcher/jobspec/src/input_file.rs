@@ -12,27 +12,27 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The longest time for which an input file that is a pipe may provide no data. Reading fails after
-/// a longer pause.
+/// The longest pause between two pieces of data from an input file that is a pipe. Reading fails
+/// after a longer pause.
 const MAX_PIPE_PAUSE: Duration = Duration::from_secs(5);
-/// The time limit for reading a whole pipe, as a multiple of the longest time for which it may
-/// provide no data.
+/// The time limit for reading a whole pipe, as a multiple of the longest allowed pause between two
+/// pieces of data.
 const PIPE_TIME_LIMIT_FACTOR: u32 = 12;
-/// The flags for opening a file that the user names: do not wait for the writer of a pipe, and do
-/// not make a terminal the controlling one.
+/// The flags for opening an input file: `O_NONBLOCK`, because a pipe may have no writer, and
+/// `O_NOCTTY`, because the file may be a terminal.
 const OPEN_FLAGS: OFlag = OFlag::O_NONBLOCK.union(OFlag::O_NOCTTY);
 /// The largest number of bytes that one read from a pipe returns.
 const PIPE_READ_BYTES: usize = 64 << 10;
 
-/// Reads the file at `path`, but at most `limit + 1` bytes, of which the last one shows the caller
-/// that the file is longer than `limit`. A pipe, such as that of `<(command)` in a shell, must
-/// provide data within [`MAX_PIPE_PAUSE`].
+/// Reads the input file at `path`, or only its first `limit + 1` bytes if it is longer than
+/// `limit`. A pipe, such as that of `<(command)` in a shell, must provide data within
+/// [`MAX_PIPE_PAUSE`].
 pub fn read_input_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     read_with_timeout(path, limit, MAX_PIPE_PAUSE)
 }
 
-/// Reads the file at `path`, but at most `limit + 1` bytes so that the caller recognizes a longer
-/// file, and fails if the file is a pipe that provides no data for the time `timeout`.
+/// Reads at most `limit + 1` bytes of the input file at `path`, and fails after a pause of more
+/// than `timeout` if the file is a pipe.
 fn read_with_timeout(path: &Path, limit: u64, timeout: Duration) -> io::Result<Vec<u8>> {
     let file = OpenOptions::new().read(true).custom_flags(OPEN_FLAGS.bits()).open(path)?;
     if !file.metadata()?.is_file() {
@@ -43,8 +43,8 @@ fn read_with_timeout(path: &Path, limit: u64, timeout: Duration) -> io::Result<V
     Ok(bytes)
 }
 
-/// Reads a pipe, a terminal or another special file to its end, but at most `limit + 1` bytes, so
-/// that the caller recognizes a longer input.
+/// Reads a pipe, a terminal or another special file to its end, but stops after `limit + 1` bytes
+/// and fails after a pause of more than `timeout`.
 fn read_pipe(mut file: &File, limit: u64, timeout: Duration) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let mut chunk = vec![0; PIPE_READ_BYTES];

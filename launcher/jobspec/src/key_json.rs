@@ -1,4 +1,4 @@
-//! [`JobSpec::to_key_json`]: converts a job to JSON in which each key has its present name.
+//! [`JobSpec::to_key_json`]: converts a job to JSON in which no key has a deprecated name.
 //!
 //! Checkpoint manifests contain a serialized [`JobSpec`], so its fields keep the names that the
 //! first checkpoints used, which are the names in [`DEPRECATED_NAMES`]. This module replaces these
@@ -9,14 +9,13 @@ use crate::{
 };
 use serde_json::{Map, Value};
 
-/// The suffixes that a field of the serialized job may have in addition to the name of its key in
-/// job.yaml: none, or `_ms` for a duration in milliseconds.
+/// The suffixes that the name of a JSON field may have after the name of its job.yaml key: none, or
+/// `_ms` for a duration in milliseconds.
 const FIELD_SUFFIXES: [&str; 2] = ["", "_ms"];
 
 impl JobSpec {
-    /// Converts the job to JSON whose fields have the present names of the keys in job.yaml, in
-    /// contrast to the serialized form of [`JobSpec`], in which some keys keep deprecated names.
-    /// The result cannot be deserialized to a [`JobSpec`].
+    /// Converts the job to JSON in which every field is named after its key in job.yaml, without
+    /// deprecated names. The result cannot be deserialized to a [`JobSpec`].
     pub fn to_key_json(&self) -> Value {
         let mut job = serde_json::to_value(self).unwrap_or(Value::Null);
         for name in DEPRECATED_NAMES.iter() {
@@ -29,8 +28,8 @@ impl JobSpec {
     }
 }
 
-/// Renames, in a section of a job in JSON, the field of a key that the serialized form of the job
-/// contains under a deprecated name. Replaces the field's value if the value was renamed, too.
+/// Renames the JSON field of one job.yaml key from its deprecated name to its present name.
+/// Replaces the field's value if the value was renamed, too.
 fn rename_field(fields: &mut Map<String, Value>, name: &DeprecatedName) {
     for suffix in FIELD_SUFFIXES {
         let Some(value) = fields.remove(&format!("{}{suffix}", name.old)) else { continue };
@@ -40,8 +39,8 @@ fn rename_field(fields: &mut Map<String, Value>, name: &DeprecatedName) {
     }
 }
 
-/// Converts a keyword or boolean from its form in job.yaml to its form in the serialized job:
-/// `true` to a boolean, `host` to the name `Host` of an enum variant.
+/// Converts a keyword of job.yaml to the JSON value that serde writes for it: `true` to a boolean,
+/// `host` to the variant name `Host`.
 fn serialize_keyword(value: &str) -> Value {
     match value {
         "true" => Value::Bool(true),

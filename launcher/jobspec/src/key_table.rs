@@ -17,8 +17,8 @@ pub static KEYS: LazyLock<Vec<KeyInfo>> = LazyLock::new(|| {
     table
 });
 
-/// Converts the path of a key of job.yaml, whose last part may be an alias or a deprecated name, to
-/// the path under which docs/job.md documents the key. An unknown path is returned unchanged.
+/// Replaces an alias or a deprecated name at the end of a job.yaml key's path by the key's present
+/// name. An unknown path is returned unchanged.
 pub(crate) fn canonicalize_key_path(path: &str) -> String {
     let (section, name) = path.rsplit_once('.').unwrap_or(("", path));
     let keys = || list_section_keys(&KEYS, section);
@@ -27,8 +27,8 @@ pub(crate) fn canonicalize_key_path(path: &str) -> String {
     key.map_or_else(|| path.to_owned(), |key| key.path.clone())
 }
 
-/// A deprecated name of a key of job.yaml (a name of an earlier release), deprecated names of its
-/// values, or both.
+/// A renaming of a job.yaml key, of some of its values, or of both, after which the old names are
+/// still accepted.
 #[derive(Debug)]
 pub struct DeprecatedName {
     /// The section of the key, e.g. `cluster.ssh`.

@@ -163,9 +163,8 @@ fn set_value_at_path(
     Ok(())
 }
 
-/// Finds the entry of the key `path` in a YAML mapping under any of the key's names, or adds an
-/// entry without a value if the mapping lacks the key. The added entry has the name and the span of
-/// the override.
+/// Returns the entry of the key `path` in a YAML mapping, which may use any of the key's names, or
+/// adds an empty entry for the key. The added entry has the name and the span of the override.
 fn find_or_insert_entry<'e>(
     entries: &'e mut Vec<YamlEntry>,
     name: &str,

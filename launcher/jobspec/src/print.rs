@@ -9,8 +9,8 @@ impl JobSpec {
         self.list_used_values().to_yaml()
     }
 
-    /// Returns the YAML values of the keys that have an effect in this job (not, for example,
-    /// `momentum` with AdamW).
+    /// Returns the YAML values of the keys that have an effect in this job, without, for example,
+    /// `momentum` if the optimizer is AdamW.
     pub(crate) fn list_used_values(&self) -> JobValues {
         self.list_values().without_unused_keys(&KEYS)
     }

@@ -8,7 +8,7 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The values of a job's reloadable keys, that is, of those that may change while the job runs.
+/// The values of the job's reloadable keys, which a user may change in job.yaml while the job runs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ReloadValues {
     /// `run.logs.show`: the ranks whose output is shown. In events and journals the field is named
@@ -21,8 +21,8 @@ pub struct ReloadValues {
     pub train: Option<ReloadTrainValues>,
 }
 
-/// The values of the reloadable keys of `train`, that is, of those that may change while the job
-/// runs.
+/// The values of the reloadable keys of the section `train`, which a user may change in job.yaml
+/// while the job runs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ReloadTrainValues {
     /// `train.steps`: the number of steps, at which the schedule also ends.
@@ -60,7 +60,7 @@ impl ReloadValues {
         ReloadValues { log_ranks: job.run.logs.show.clone(), checkpoint_every: job.checkpoint.every, train }
     }
 
-    /// Copies the values of those keys that may change while the job runs into `job`.
+    /// Copies these values of reloadable keys (keys that may change while the job runs) into `job`.
     pub fn apply_to(&self, job: &mut JobSpec) {
         job.run.logs.show.clone_from(&self.log_ranks);
         job.checkpoint.every = self.checkpoint_every;
@@ -74,8 +74,8 @@ impl ReloadValues {
     }
 }
 
-/// Compares a running job with the job in its edited file, and returns which keys have changed, and
-/// the values with which the running job continues.
+/// Compares a running job with its edited job file, and returns the changed keys and the new values
+/// of the reloadable ones.
 pub fn compare_jobs(running: &JobSpec, file: &JobSpec) -> ReloadChanges {
     let (before, after) = (list_key_values(running), list_key_values(file));
     let keys: BTreeSet<&String> = before.keys().chain(after.keys()).collect();
@@ -99,8 +99,7 @@ pub fn compare_jobs(running: &JobSpec, file: &JobSpec) -> ReloadChanges {
     ReloadChanges { changed, not_reloadable, values }
 }
 
-/// Returns the values of all keys that have an effect in a job, as YAML text by the path of the
-/// key, so that two jobs can be compared.
+/// Returns the YAML values, by key path, of all keys that have an effect in a job.
 pub fn list_key_values(job: &JobSpec) -> BTreeMap<String, String> {
     job.list_used_values().list_paths_and_values().into_iter().collect()
 }

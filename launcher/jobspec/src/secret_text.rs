@@ -3,8 +3,8 @@
 use crate::{env::is_probable_secret_name, url_password::hide_url_passwords};
 use std::borrow::Cow;
 
-/// The text before the name of an environment variable in an argument such as `--set
-/// run.env.NAME=value`, whose value may be a secret.
+/// The prefix `run.env.` of keys that set an environment variable, such as `run.env.HF_TOKEN`,
+/// whose value may be a secret.
 const ENV_KEY_PREFIX: &str = "run.env.";
 /// The texts by which a name is recognized as the name of a secret, compared in lower case. No key
 /// of job.yaml contains one of them.
@@ -90,8 +90,8 @@ fn is_secret_option(word: &str) -> bool {
         && !ends_with_any(&TOKENIZER_OPTION_SUFFIXES)
 }
 
-/// Returns whether the argument after a secret option may be the secret: whether it is not another
-/// option, a variable such as `$NAME`, or a placeholder.
+/// Returns whether the argument after an option such as `--api-key` may be a secret, and not
+/// another option or a placeholder such as `$NAME`.
 fn may_be_secret_argument(word: &str) -> bool {
     !word.is_empty() && !word.starts_with("--") && !is_placeholder(word)
 }
@@ -106,10 +106,9 @@ fn is_placeholder(word: &str) -> bool {
     braced.or(variable).is_some_and(is_name)
 }
 
-/// Replaces each character of a secret value by `*`, where a name that suggests a secret precedes
-/// the value, as in `HF_TOKEN: value` or `--token value`, and of passwords in URLs. Recognizes the
-/// syntax of a line of YAML, of an override and of an option. The columns of other text stay the
-/// same.
+/// Replaces each character of probable secrets in `text` by `*`: values after names such as
+/// `HF_TOKEN` or `--token`, and passwords in URLs. Recognizes the syntax of a line of YAML, of an
+/// override and of an option. The columns of other text stay the same.
 pub fn hide_secret_values(text: &str) -> String {
     let mut hidden = String::with_capacity(text.len());
     let mut rest = text;
@@ -157,9 +156,9 @@ fn is_secret_name(name: &str, is_variable: bool) -> bool {
     is_probable_secret_name(&name) && (is_variable || !is_lower_case || is_specific)
 }
 
-/// Returns at which byte of `text`, which follows the name of a variable or key, the value begins,
-/// as after the `=` of `=value` or the `: ` of `: value`. Returns `None` if no value follows, or if
-/// the value is a reference such as `{from_env: NAME}`.
+/// Returns the byte offset of the value in `text`, which is the text after the name of a variable
+/// or key, such as `=value`. Returns `None` if no value follows, or if the value is a reference
+/// such as `{from_env: NAME}`.
 fn find_value_start(text: &str) -> Option<usize> {
     let after_quote = text.trim_start_matches(['"', '\'']).trim_start_matches(' ');
     let value = after_quote.strip_prefix([':', '='])?.trim_start_matches(' ');
@@ -167,15 +166,16 @@ fn find_value_start(text: &str) -> Option<usize> {
     is_value.then_some(text.len() - value.len())
 }
 
-/// Returns whether a value begins as a reference does: `{from_env: NAME}` or `{from_file: path}`.
+/// Returns whether the value of a `run.env` entry is written as the source of the value:
+/// `{from_env: NAME}` or `{from_file: path}`.
 fn is_reference(value: &str) -> bool {
     let inner = value.strip_prefix('{').map(str::trim_start);
     inner.is_some_and(|inner| inner.starts_with("from_env:") || inner.starts_with("from_file:"))
 }
 
-/// Returns at which byte of `text`, which follows the name of a command-line option, the value of
-/// the option begins, as after the `=` of `=value`. Recognizes `--token=value`, `--token value`,
-/// `[--token, value]` and `["--token", "value"]`.
+/// Returns the byte offset of an option's value in `text`, which is the text after the name of the
+/// option, such as `=value`. Recognizes `--token=value`, `--token value`, `[--token, value]` and
+/// `["--token", "value"]`.
 fn find_option_value_start(text: &str) -> Option<usize> {
     let value = match text.strip_prefix('=') {
         Some(value) => value,
@@ -187,10 +187,10 @@ fn find_option_value_start(text: &str) -> Option<usize> {
     (start > 0 && may_be_secret_argument(&value[..end])).then_some(start)
 }
 
-/// Returns the length in bytes of the value of a command-line option, such as `--token`, with which
-/// the text `value` begins. `before` is the text before the value. A value that is quoted, alone or
-/// with its option, ends at the quote. Another value ends at a space or a quote and, in a list, at
-/// the next separator.
+/// Returns the length in bytes of the option value at the start of `value`, the text after a
+/// command-line option such as `--token`. `before` is the text before the value. A value that is
+/// quoted, alone or with its option, ends at the quote. Another value ends at a space or a quote
+/// and, in a list, at the next separator.
 fn measure_option_value(value: &str, before: &str) -> usize {
     let line = value.find('\n').unwrap_or(value.len());
     let before_option = before.strip_suffix('=').map(|option| option.trim_end_matches(is_name_character));

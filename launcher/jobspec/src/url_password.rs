@@ -7,9 +7,8 @@ const SCHEME_END: &str = "://";
 /// In other URLs, such as those of SSH, a user name without a password is no secret.
 const TOKEN_SCHEMES: [&str; 2] = ["http", "https"];
 
-/// Replaces each character of the password of a URL in `text` by `*`, as in
-/// `https://user:password@host`, and of a token in place of the user name, as in
-/// `https://token@host`. The columns of other text stay the same.
+/// Replaces each character of passwords and tokens in the URLs of `text` by `*`, as in
+/// `https://user:password@host` or `https://token@host`. The columns of other text stay the same.
 pub fn hide_url_passwords(text: &str) -> Cow<'_, str> {
     let mut hidden = String::new();
     let mut copied = 0;
@@ -30,8 +29,8 @@ pub fn hide_url_passwords(text: &str) -> Cow<'_, str> {
     Cow::Owned(hidden)
 }
 
-/// Returns the range in bytes of the password or token in the authority with which `text` begins.
-/// `before` is the text before `://`, which ends with the scheme.
+/// Returns the byte range of the password or token in `text`, which begins after the `://` of a
+/// URL. `before` is the text before `://`, which ends with the scheme.
 fn find_secret_of_authority(before: &str, text: &str) -> Option<(usize, usize)> {
     let is_end = |c: char| c.is_whitespace() || matches!(c, '/' | '?' | '#' | '"' | '\'' | '`');
     let authority = &text[..text.find(is_end).unwrap_or(text.len())];

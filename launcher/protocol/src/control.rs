@@ -46,8 +46,8 @@ use std::{
 /// every change of a message. All processes run the same executable, so a different version means
 /// that two builds are mixed.
 pub const PROTOCOL_VERSION: u32 = 17;
-/// The largest body of a frame (one message on the connection of a controller and an agent), in
-/// bytes. Neither side sends or accepts a longer one.
+/// The largest size in bytes of one MessagePack message between a controller and an agent, without
+/// the header. Neither side sends or accepts a longer one.
 pub const MAX_FRAME_BYTES: u32 = 16 << 20;
 
 /// A message from the controller (the process that controls a run) to an agent (launch's process on
@@ -174,9 +174,8 @@ pub struct RendezvousRequest {
 }
 
 impl RendezvousRequest {
-    /// Returns the port of JAX's coordinator (process 0, at which the other processes register) for
-    /// the rendezvous port `port`: the next port, or the previous one if there is none. Rank 0
-    /// binds it if the program uses JAX.
+    /// Returns the port at which process 0 of a JAX program listens for the others: the rendezvous
+    /// port `port` plus 1, or minus 1 for port 65535. Rank 0 binds it if the program uses JAX.
     pub fn compute_jax_coordinator_port(port: u16) -> u16 {
         port.checked_add(1).unwrap_or(port - 1)
     }
@@ -402,8 +401,8 @@ pub enum FromAgent {
 }
 
 impl FromAgent {
-    /// Returns whether the message may be dropped when the connection is slow or lost, because the
-    /// agent soon sends a newer one of the same kind, such as a heartbeat.
+    /// Returns whether the message may be dropped on a slow or lost connection, because a newer
+    /// one, such as the next heartbeat, follows soon.
     pub fn is_transient(&self) -> bool {
         matches!(
             self,
@@ -443,8 +442,8 @@ pub enum ToWorker {
     Peers(WorkerPeers),
 }
 
-/// The first message to a worker of the built-in training: its rank, the size of the job, and the
-/// job itself.
+/// The first message from an agent to a worker of the built-in training: the worker's rank, the
+/// number of workers, and the job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorkerInit {
     /// The [`PROTOCOL_VERSION`] of the agent.
@@ -476,8 +475,8 @@ pub struct WorkerInit {
 }
 
 impl WorkerInit {
-    /// Returns the batch job, such as a Slurm job that was requeued, from whose newest checkpoint
-    /// the workers resume in place of `resume.from`. Returns `None` if `resume.from` applies.
+    /// Returns the batch job, such as a requeued Slurm job, from whose newest checkpoint the
+    /// workers resume. Returns `None` if `resume.from` applies.
     pub fn continued_batch_job(&self) -> Option<&BatchJobRecord> {
         self.batch_job.as_ref().filter(|_| self.continues_batch_job)
     }

@@ -1,5 +1,5 @@
-//! The exit codes of `launch` (docs/cli.md lists them), and the reasons for which workers of the
-//! built-in training exit.
+//! The exit codes of the command `launch` (docs/cli.md lists them), and those of the workers of the
+//! built-in training.
 use serde::{Deserialize, Serialize};
 
 /// The exit code of `launch` for a run that succeeded.

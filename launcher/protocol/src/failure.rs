@@ -1,4 +1,4 @@
-//! [`FailureReason`]: why a worker, an agent or a host failed, as data that programs can match.
+//! [`FailureReason`]: an enum of the reasons why a worker, an agent or a host fails.
 pub use crate::gpu_fault::GpuFault;
 
 use crate::hang::HangVerdict;
@@ -137,8 +137,8 @@ pub enum FailureReason {
     Unknown,
 }
 
-/// A part of torch that has lost the connection to another rank, because of which a program has
-/// failed. Most often the other rank has failed before.
+/// The part of torch (Gloo, NCCL or the `TCPStore`) that reported a lost connection to another rank
+/// when a program failed. Most often the other rank has failed before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LostConnection {

@@ -58,8 +58,8 @@ pub struct GroupCounters {
     pub completed: i64,
 }
 
-/// A collective that a rank has entered, as torch's flight recorder (its record of collectives)
-/// contains it.
+/// A collective that a rank has entered, as recorded by torch's flight recorder, a log of recent
+/// collectives.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CollectiveEntry {
     /// The name of the process group.
@@ -153,8 +153,8 @@ pub struct HangVerdict {
     pub collective_timeouts: Vec<CollectiveTimeout>,
 }
 
-/// A collective for which a rank has waited longer than the timeout of the process group, according
-/// to torch's watchdog of NCCL or to an exception of another backend.
+/// A collective that timed out on one rank, as reported by torch's NCCL watchdog or by an exception
+/// of another backend.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CollectiveTimeout {
     /// The rank.
@@ -232,7 +232,8 @@ pub struct WaitingCollective {
     pub operation: Option<String>,
 }
 
-/// Where in its program a rank of a job that hangs is, and what it does there.
+/// The current activity of one rank of a job that hangs, and the source line and kernel functions
+/// in which it waits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankPosition {
     /// The rank.
@@ -286,8 +287,8 @@ pub enum RankActivity {
     Unknown,
 }
 
-/// A call of a collective that several ranks have made with equal arguments, listed in the verdict
-/// on a hang because other ranks have made a different call.
+/// A collective call that several ranks of a job that hangs made with equal arguments, while other
+/// ranks made a different call.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CollectiveCallOfRanks {
     /// The ranks.

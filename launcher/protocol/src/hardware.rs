@@ -66,7 +66,7 @@ pub fn list_accelerator_kinds(accelerators: &[Accelerator]) -> Vec<AcceleratorKi
 }
 
 impl Accelerator {
-    /// Creates an accelerator of which nothing but the kind is known.
+    /// Creates an accelerator of the kind `kind`, with default values for all other properties.
     pub fn new(kind: AcceleratorKind) -> Accelerator {
         Accelerator { kind, ..Accelerator::default() }
     }

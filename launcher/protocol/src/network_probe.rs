@@ -1,5 +1,5 @@
-//! The requests of `launch check --network` to agents, and their answers about network interfaces,
-//! RDMA devices, and the connections between two hosts.
+//! The messages between `launch check --network` and agents about network interfaces, RDMA devices,
+//! and the speed of connections between hosts.
 use crate::control::JobSecretKey;
 use diagnostic::Diagnostic;
 use jobspec::{InterfaceSelector, PortSelection};
@@ -9,8 +9,8 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-/// The largest number of ports of one host that `launch check --network` measures connections to.
-/// Of a larger range, evenly spaced ports are used.
+/// The largest number of TCP ports of one host to which `launch check --network` measures
+/// connections. Of a larger range, evenly spaced ports are used.
 pub const MAX_MEASURED_PORTS: usize = 4;
 /// The longest duration of a transfer that `launch check --network` measures, in one direction, in
 /// milliseconds. A longer time in a request is reduced to this value.
@@ -18,8 +18,8 @@ pub const MAX_TRANSFER_MS: u64 = 10_000;
 /// The largest number of connections that transfer data at the same time in one measurement.
 pub const MAX_STREAMS: u32 = 4;
 
-/// A request of `launch check --network` that an agent inspect the network of its host, and accept
-/// connections of other agents that measure the network.
+/// The request by which `launch check --network` makes an agent inspect its host's network and
+/// listen for measurements by other agents.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct NetworkRequest {
     /// The secret with which the agents prove to each other that they belong to the job.
@@ -137,7 +137,8 @@ pub struct Measurement {
     pub received: Option<Transfer>,
 }
 
-/// The amount, duration and losses of a measured transfer in one direction.
+/// The bytes, duration and retransmitted TCP segments of one measured transfer in one direction
+/// between two hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Transfer {
     /// The number of bytes that the receiver got.

@@ -1,5 +1,5 @@
-//! [`Preflight`]: checks that crate `worker` performs on a job with built-in training before any
-//! process is started.
+//! [`Preflight`]: the trait by which the launcher checks a built-in training job before it starts
+//! any process.
 //!
 //! Crate `launcher` does not depend on crate `worker`. The `main` function of the executable passes
 //! an implementation of this trait to the launcher.
@@ -42,7 +42,8 @@ pub struct PreflightReport {
     pub state_bytes: Vec<u64>,
 }
 
-/// Checks of a job with built-in training (section `train`) that need no running workers.
+/// Checks a built-in training job (GPUs, libraries, data, model and memory) before its workers are
+/// started.
 pub trait Preflight: Sync {
     /// Checks that built-in training on GPUs can use the GPUs of this machine. The error lists the
     /// libraries and directories that were searched.
@@ -50,7 +51,7 @@ pub trait Preflight: Sync {
     /// Opens the libraries that training on GPUs uses on this machine, and returns the result for
     /// each library. The libraries are searched in `directories` first.
     fn inspect_gpu_libraries(&self, directories: &[PathBuf]) -> Vec<LibraryReport>;
-    /// Checks that the job fits the data, tokenizer and model that it names, for `world` workers of
-    /// `threads` threads each. Writes no files.
+    /// Checks that data, tokenizer and model of the job exist and match its keys, for `world`
+    /// workers of `threads` threads each. Writes no files.
     fn check_job(&self, job: &JobSpec, world: u32, threads: u32) -> PreflightReport;
 }

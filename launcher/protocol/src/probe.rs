@@ -46,8 +46,8 @@ pub enum ProbeRequest {
     Measure(MeasureRequest),
 }
 
-/// The agent of another host, as a target of connections that `launch check` makes between hosts,
-/// with the addresses at which the agent listens.
+/// The addresses at which the agent of one host listens, so that agents of other hosts can test
+/// their connections to it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PeerListener {
     /// The name of the host.

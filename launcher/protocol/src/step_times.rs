@@ -23,8 +23,8 @@ pub struct RankTimes {
     pub links: Option<LinkTimes>,
 }
 
-/// How long data of a rank was on its way over the network to other hosts, on the slowest and on
-/// the fastest connection. A time is in microseconds.
+/// The network transfer times of one rank's data to other hosts, on its slowest and on its fastest
+/// connection. A time is in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LinkTimes {
     /// The rank to which data was on its way for the longest time. After several steps: the rank
@@ -57,7 +57,7 @@ impl RankTimes {
         self.step_us.saturating_sub(self.waiting_us)
     }
 
-    /// Adds the times of the same rank in a later step to these times.
+    /// Adds the times of this rank in a later optimizer step to these times.
     pub fn add(&mut self, later: &RankTimes) {
         self.step_us = self.step_us.saturating_add(later.step_us);
         self.waiting_us = self.waiting_us.saturating_add(later.waiting_us);
@@ -96,8 +96,8 @@ impl LinkTimes {
 }
 
 impl StepTimes {
-    /// Adds the times of all ranks in the next optimizer step, after which `step` steps are done.
-    /// Begins again if the number of ranks has changed.
+    /// Adds the times of all ranks in the optimizer step `step` to the sums. Begins again if the
+    /// number of ranks has changed.
     pub fn add_step(&mut self, step: u64, ranks: &[RankTimes]) {
         let ranks = &ranks[..ranks.len().min(MAX_TIMED_RANKS)];
         if self.ranks.len() != ranks.len() {

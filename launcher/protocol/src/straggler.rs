@@ -15,19 +15,22 @@ use jobspec::ids::Rank;
 use serde::{Deserialize, Serialize};
 use statistics::compute_excesses;
 
-/// The shortest time over which ranks are compared, in microseconds. Shorter steps are summed.
+/// The shortest duration, in microseconds, of a window (group of consecutive steps) over which the
+/// ranks are compared to find a slow one. Shorter steps are summed.
 ///
 /// The kernel enforces CPU quotas in periods of 100 ms. A rank with a quota is slow only in some of
 /// its shorter steps, but is stopped at least once in almost every time of this length.
 const MIN_WINDOW_US: u64 = 100_000;
-/// The smallest number of windows in which a rank must be slow. Windows of two steps reach this
-/// number after 16 steps. A smaller number would report the random delays of threads on a busy
-/// host.
+/// The smallest number of windows (groups of consecutive steps) in which a rank must be slow before
+/// it is reported. Windows of two steps reach this number after 16 steps. A smaller number would
+/// report the random delays of threads on a busy host.
 const MIN_WINDOWS: u32 = 8;
-/// Like [`MIN_WINDOWS`], for windows of more than two steps. Such a window contains more of the
-/// pauses that affect single steps, so more of the windows of a quiet rank are slow.
+/// The smallest number of windows in which a rank must be slow before it is reported, if each
+/// window has more than two steps. Such a window contains more of the pauses that affect single
+/// steps, so more of the windows of a quiet rank are slow.
 const MIN_WINDOWS_OF_SHORT_STEPS: u32 = 12;
-/// The largest share of a window that counts, as a multiple of the reporting threshold.
+/// The largest delay by a rank that counts in one window (group of steps), as a multiple of
+/// `run.straggler.share`.
 ///
 /// The detector compares the mean of two consecutive windows with the threshold. A quota stops a
 /// rank more often in some windows than in others: one of 80 % may cost 6 % and 30 % of consecutive
@@ -35,21 +38,25 @@ const MIN_WINDOWS_OF_SHORT_STEPS: u32 = 12;
 /// of such windows is still above the threshold, but that of a long pause and a quiet window is
 /// not.
 const MAX_COUNTED_FACTOR: f64 = 1.5;
-/// The number by which the count of slow windows of a rank decreases after windows in which the
-/// rank was not slow. A rank that is slow in most windows is found even if there is noise. With a
-/// smaller number, pauses of 4 % of the steps and delays by other processes would add up to a
-/// report.
+/// The number that is subtracted from a rank's count of slow windows (groups of steps) after a
+/// window in which the rank was not slow. A rank that is slow in most windows is found even if
+/// there is noise. With a smaller number, pauses of 4 % of the steps and delays by other processes
+/// would add up to a report.
 const FAST_WINDOW_PENALTY: u32 = 2;
-/// The fraction of the reporting threshold below which windows count against a rank. The mean of a
-/// window in which a quota has not stopped the rank and another one is above this fraction.
+/// The fraction of `run.straggler.share` below which the delay in a window (group of steps) reduces
+/// a rank's count of slow windows. The mean of a window in which a quota has not stopped the rank
+/// and another one is above this fraction.
 const FAST_WINDOW_FACTOR: f64 = 0.7;
-/// The fraction of the reporting threshold below which a straggler counts as recovered.
+/// The fraction of `run.straggler.share` to which the delay by a slow rank must fall before the
+/// rank is reported as recovered.
 const RECOVERY_FACTOR: f64 = 0.5;
-/// The smallest network delay per step, in microseconds, for which a network can count as slow. A
-/// thread that waits for a busy CPU receives data later by several time slices of the scheduler.
+/// The smallest extra network delay per optimizer step, in microseconds, that is reported as a slow
+/// network. A thread that waits for a busy CPU receives data later by several time slices of the
+/// scheduler.
 const MIN_NETWORK_DELAY_US: u64 = 20_000;
 
-/// The thresholds above which a slow rank is reported (`run.straggler`).
+/// The limits of `run.straggler` above which a slow rank is reported: its share of the step time,
+/// and the number of steps.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StragglerRules {
     /// The share of the step time that a rank must cost, from 0 to 1.
@@ -58,7 +65,8 @@ pub struct StragglerRules {
     pub steps: u32,
 }
 
-/// What makes a rank slow: its work, or its network.
+/// The cause of a rank's slowness: its own computation between collectives, or the network of its
+/// host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StragglerKind {
@@ -68,7 +76,7 @@ pub enum StragglerKind {
     Network,
 }
 
-/// The finding that a rank began or ceased to slow down the others.
+/// A change that the detector found: a rank began to slow down the others, or no longer does.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StragglerChange {
     /// Whether the rank is slow from now on. Otherwise it is no longer slow.
@@ -99,8 +107,8 @@ pub struct StragglerDetector {
     network: SlownessCounts,
 }
 
-/// How often each rank was slow in the recent windows (groups of steps that are compared), either
-/// by its work or by its network.
+/// The counts of windows (groups of steps) in which each rank was slow, for one cause: computation
+/// or network.
 #[derive(Clone, Debug, Default)]
 struct SlownessCounts {
     ranks: Vec<SlowWindows>,
@@ -108,8 +116,8 @@ struct SlownessCounts {
     reported: Option<(Rank, u32)>,
 }
 
-/// How often, and by how much, one rank was slow in the recent windows (groups of steps that are
-/// compared).
+/// The number of recent windows (groups of steps) in which one rank was slow, and the share of time
+/// that the others lost.
 #[derive(Clone, Copy, Debug, Default)]
 struct SlowWindows {
     /// The share that the rank has cost in the newest window, as far as it counts.
@@ -126,15 +134,17 @@ struct SlowWindows {
 }
 
 impl StragglerDetector {
-    /// Creates a detector that has seen no step. `hosts` has a number for each rank, which is the
-    /// same for the ranks of a host. With another number of ranks, networks are not compared.
+    /// Creates a detector of slow ranks with the limits `rules`, before the first step. `hosts` has
+    /// a number for each rank, which is the same for the ranks of a host. With another number of
+    /// ranks, networks are not compared.
     pub fn new(rules: StragglerRules, hosts: Vec<usize>) -> StragglerDetector {
         let (work, network) = (SlownessCounts::default(), SlownessCounts::default());
         StragglerDetector { rules, hosts, window: Vec::new(), window_steps: 0, work, network }
     }
 
-    /// Adds the times of all ranks in a step, after which `step` steps are done. Returns the ranks
-    /// that began or ceased to slow down the others.
+    /// Adds the times of all ranks in the optimizer step `step`, and searches for a slow rank once
+    /// the collected steps are long enough. Returns the ranks that began or ceased to slow down the
+    /// others.
     ///
     /// If the network of a host is slow, the changed rank is the first rank of the host.
     pub fn add_step(&mut self, step: u64, ranks: &[RankTimes]) -> Vec<StragglerChange> {
@@ -175,7 +185,8 @@ impl StragglerDetector {
     }
 }
 
-/// The limits that apply to a window.
+/// The limits for one window (group of steps): the share of time that a slow rank costs, and the
+/// required number of slow windows.
 #[derive(Clone, Copy, Debug)]
 struct WindowLimits {
     /// The share of the time that a slow rank costs.
@@ -185,7 +196,8 @@ struct WindowLimits {
 }
 
 impl WindowLimits {
-    /// Computes the limits for windows of `steps` steps.
+    /// Computes the limits from `run.straggler` for windows (groups) of `steps` optimizer steps
+    /// each.
     fn new(rules: &StragglerRules, steps: u64) -> WindowLimits {
         let steps = u32::try_from(steps).unwrap_or(u32::MAX).max(1);
         // The user may ask for reports after fewer steps.
@@ -196,16 +208,17 @@ impl WindowLimits {
         WindowLimits { share: rules.share, windows: rules.steps.div_ceil(steps).max(min_windows) }
     }
 
-    /// Returns how often the mean of two consecutive windows must be that of a slow rank.
+    /// Returns the number of pairs of consecutive windows (groups of steps) in which a rank must be
+    /// slow before it is reported.
     fn count_pairs(&self) -> u32 {
         self.windows.saturating_sub(1).max(1)
     }
 }
 
 impl SlownessCounts {
-    /// Adds a window of steps, in which each rank has cost the others a share of the time. Returns
-    /// whether a rank became slow, the rank, and the mean share that it costs; `None` if nothing
-    /// has changed.
+    /// Adds a window (group of steps), in which each rank has cost the other ranks the share of
+    /// time in `shares`. Returns whether a rank became slow, the rank, and the mean share that it
+    /// costs; `None` if nothing has changed.
     fn add_window(&mut self, limits: WindowLimits, shares: &[f64]) -> Option<(bool, Rank, f64)> {
         self.ranks.resize(shares.len(), SlowWindows::default());
         self.ranks.iter_mut().zip(shares).for_each(|(rank, share)| rank.add_window(limits, *share));
@@ -225,7 +238,8 @@ impl SlownessCounts {
 }
 
 impl SlowWindows {
-    /// Adds a window in which the rank has cost this share of the time.
+    /// Adds a window (group of steps), of which the others lost the share `share` by waiting for
+    /// the rank.
     fn add_window(&mut self, limits: WindowLimits, share: f64) {
         let counted = share.min(limits.share * MAX_COUNTED_FACTOR);
         // The user may ask for a report after one window.
@@ -242,15 +256,16 @@ impl SlowWindows {
         };
     }
 
-    /// Returns the mean share that the rank has cost since it became slow.
+    /// Returns the mean share of the time that the others have lost by waiting for the rank since
+    /// its current series of slow windows began.
     fn mean_share(&self) -> f64 {
         self.share_sum / f64::from(self.windows.max(1))
     }
 }
 
-/// Computes, for each rank, by which share a window (group of steps) would be shorter if the rank
-/// worked as fast as the median of the others. A rank with more micro-batches than others may take
-/// longer in proportion.
+/// Computes, for each rank, the share of a window (group of steps) that the job would save if this
+/// rank computed as fast as the median. A rank with more micro-batches than others may take longer
+/// in proportion.
 fn compute_work_delay_shares(ranks: &[RankTimes], window_us: u64) -> Vec<f64> {
     let work: Vec<u64> = ranks.iter().map(RankTimes::work_us).collect();
     let batches = |rank: usize| ranks[rank].micro_batches.max(1);

@@ -5,9 +5,11 @@ use std::borrow::Cow;
 /// The size in bytes of one worker's status in the shared memory that the host's agent reads. The
 /// status of the worker with local rank r begins at byte r × `STATUS_BYTES` of the shared memory.
 pub const STATUS_BYTES: usize = 128;
-/// The version of the form in which a worker's status is stored in the shared memory.
+/// The version number of the binary format in which workers write their status to the shared
+/// memory.
 const ENCODING_VERSION: u32 = 1;
-/// The bytes of an encoded worker status that contain the name of the last collective.
+/// The byte range, in an encoded worker status, of the name of the collective that the worker has
+/// entered last.
 const COLLECTIVE_BYTE_RANGE: std::ops::Range<usize> = 32..64;
 /// The bytes of an encoded worker status that contain the worker's task, that is, what its main
 /// thread does, such as `training`.

@@ -13,17 +13,16 @@ use tokio::{
     time::{Instant, sleep, timeout_at},
 };
 
-/// The pause after which a new controller's request to control an agent is repeated, as long as the
-/// agent does not yet count its silent previous controller as lost.
+/// The pause before a new controller asks an agent again to obey it, while the agent still waits
+/// for its silent previous controller.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// The longest time for which messages that a controller has sent before its end may still be on
 /// their way to an agent. A controller that is alive sends heartbeats more often.
 const MAX_MESSAGE_DELAY: Duration = Duration::from_secs(4);
 
-/// Passes a new controller's request for control to the agent that is already alive on this host,
-/// and then copies the bytes between the two in both directions. Answers the request with a
-/// rejection if no agent can be reached. `input` and `output` are the control connection to the
-/// controller.
+/// Passes a new controller's request for control to the agent that is alive on this host, and then
+/// copies bytes between controller and agent. Answers the request with a rejection if no agent can
+/// be reached. `input` and `output` are the control connection to the controller.
 ///
 /// In a tree, agents learn only from silence that their controller has ended. With `in_tree`, the
 /// agent is asked again until it obeys the new controller, or until the old one has sent a message
@@ -86,8 +85,8 @@ async fn request_adoption(
     }
 }
 
-/// Returns whether the time since an agent's last message from its present controller proves that
-/// this controller is alive. It does if the message has arrived long after the first request.
+/// Returns whether the last message that an agent received from its present controller proves that
+/// this controller is still alive. It does if the message has arrived long after the first request.
 /// `elapsed` is the time from the first request to the present one, and `silence` is the time since
 /// the last message. A silence of zero proves nothing: an agent that has just been adopted, and got
 /// no message since, reports it, too.

@@ -45,12 +45,11 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-/// How many names the Unix socket of an agent may have for one run and host; the agent listens at
-/// the first name that is free. There are several, so that another user cannot easily take all of
-/// them.
+/// The number of alternative names for the Unix socket of an agent, from which the agent uses the
+/// first one that is free. There are several, so that another user cannot easily take all of them.
 const SOCKET_NAME_COUNT: u32 = 16;
-/// The largest number of connections to an agent's Unix socket that are authenticated with the key
-/// of the run at the same time. Further connections wait.
+/// The largest number of processes that connect to an agent's Unix socket and prove at the same
+/// time that they have the run's key. Further connections wait.
 const MAX_CONCURRENT_HANDSHAKES: usize = 16;
 /// How long a new agent waits until an older agent of the same run on its host has ended.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(8);
@@ -65,8 +64,8 @@ pub(super) type SocketReader = EncryptedReader<OwnedReadHalf>;
 /// the agent's Unix socket, such as a new controller.
 pub(super) type SocketWriter = EncryptedWriter<OwnedWriteHalf>;
 
-/// A connection to the agent's Unix socket from a process that has proved that it has the key of
-/// the run, with that process's request to control or to end the agent.
+/// An authenticated connection from another process to the agent's Unix socket, with that process's
+/// request to control or to end the agent.
 pub(super) struct AttachConnection {
     pub(super) input: SocketReader,
     pub(super) output: SocketWriter,
@@ -93,8 +92,8 @@ fn is_peer_of_user_or_root(socket: &impl AsFd) -> bool {
     credentials.is_ok_and(|peer| peer.uid() == 0 || peer.uid() == nix::unistd::geteuid().as_raw())
 }
 
-/// Connects to the Unix socket of the agent of the run `run` that is already alive on this host.
-/// Returns `None` if there is none. Fails on a system without abstract sockets. Never blocks.
+/// Connects to the Unix socket of the run's agent on this host, if such an agent is alive. Returns
+/// `None` if there is none. Fails on a system without abstract sockets. Never blocks.
 fn connect_to_agent_socket(key: &JobSecretKey, run: &str, host: &str) -> io::Result<Option<StdStream>> {
     for name in derive_socket_names(key, run, host) {
         let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
@@ -122,8 +121,8 @@ fn bind_first_free_name(terms: &SupervisionTerms) -> io::Result<StdListener> {
     Err(last)
 }
 
-/// Makes this agent listen on its Unix socket, unless another agent of the run is alive on this
-/// host. Fails with [`io::ErrorKind::AddrInUse`] if one is.
+/// Binds the Unix socket of this agent, or fails if another agent of the run is alive on this host.
+/// Fails with [`io::ErrorKind::AddrInUse`] if one is.
 fn bind_unless_in_use(terms: &SupervisionTerms) -> io::Result<StdListener> {
     match connect_to_agent_socket(&terms.key, &terms.run, &terms.host)? {
         Some(_) => Err(io::ErrorKind::AddrInUse.into()),
@@ -200,8 +199,8 @@ async fn request_agent_eviction(terms: &SupervisionTerms) -> Result<Option<FromA
     Ok(read_frame(&mut input).await.ok().flatten())
 }
 
-/// Sends a request to control or to end an agent to the agent of the run that is already alive on
-/// this host. Returns the connection, on which the agent answers.
+/// Connects to the agent of the run that is already alive on this host, and asks it to obey another
+/// controller or to end. Returns the connection, on which the agent answers.
 pub(super) async fn send_request_to_agent(
     request: &AttachRequest,
 ) -> Result<(SocketReader, SocketWriter), AttachRejection> {
@@ -256,8 +255,8 @@ pub(super) async fn accept_connections(
     }
 }
 
-/// Makes the process at the other end of a connection to the agent's Unix socket prove that it has
-/// the key of the run, and reads what it requests: control of this agent, or its end.
+/// Authenticates a process that has connected to the agent's Unix socket, and reads the request of
+/// that process to control or to end the agent.
 async fn authenticate_and_read_request(
     stream: UnixStream,
     terms: &SupervisionTerms,
@@ -301,8 +300,8 @@ pub(super) async fn reject_request(mut output: SocketWriter, rejection: AttachRe
     }
 }
 
-/// Informs those later agents of this host that have asked this agent to end that it has no workers
-/// left, over their connections `connections`.
+/// Informs later agents of this host, which have asked this agent to end, that all workers of this
+/// agent have ended.
 pub(super) async fn notify_evictors_of_agent_end(connections: Vec<AttachConnection>) {
     let Ok(frame) = encode_frame(&FromAgent::WorkersEnded { attempt: 0 }) else { return };
     for mut connection in connections {

@@ -15,8 +15,8 @@ use diagnostic::{Diagnostic, codes::host};
 use std::{fs, io, net::SocketAddr, time::Duration};
 use tokio::{net::TcpStream, task::JoinSet, time::sleep, time::timeout};
 
-/// How long the agent waits, after it has begun to connect to one address of the controller, before
-/// it tries the next address in parallel (RFC 8305).
+/// The delay between the starts of the agent's parallel attempts to connect to the addresses of the
+/// controller (RFC 8305).
 const NEXT_ADDRESS_DELAY: Duration = Duration::from_millis(200);
 /// The time limit of the agent's TCP connection attempt to one address of the controller.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -28,10 +28,10 @@ pub(super) async fn connect_back(invitation: &Invitation) -> diagnostic::Result<
     race_controller_addresses(invitation, &cluster::read_host_name()).await
 }
 
-/// Tries to connect to all addresses of the controller in parallel, each started shortly
-/// ([`NEXT_ADDRESS_DELAY`]) after the previous one, and returns the first connection that succeeds.
-/// On this connection, the controller has proved that it has the job's key. Drops the other
-/// connections. Fails if no address succeeds. `name` is the name of this host.
+/// Tries to connect to all addresses of the controller in parallel, with a short delay between the
+/// starts, and returns the first connection that succeeds. On this connection, the controller has
+/// proved that it has the job's key. Drops the other connections. Fails if no address succeeds.
+/// `name` is the name of this host.
 async fn race_controller_addresses(
     invitation: &Invitation,
     name: &str,

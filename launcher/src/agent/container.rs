@@ -1,5 +1,5 @@
-//! [`ContainerCommandBuilder`]: the command that starts a worker in a container (`run.container`),
-//! and the command that ends the container of a worker whose process was killed.
+//! [`ContainerCommandBuilder`]: builds the commands that start a worker in a container
+//! (`run.container`) and remove the container of a killed worker.
 use crate::secrets::select_passed_variables;
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::{ContainerMount, ContainerRuntime, ContainerSpec, DeviceSelection, env};
@@ -13,11 +13,11 @@ use std::{collections::BTreeSet, path::Path};
 const CHANGE_DIRECTORY_SCRIPT: &str = "cd -- \"$1\" && shift && exec \"$@\"";
 /// The longest name that launch gives a container, in bytes.
 const MAX_CONTAINER_NAME_BYTES: usize = 128;
-/// The prefix of an environment variable's name with which Apptainer sets the variable inside the
-/// container, even if Apptainer would otherwise replace its value.
+/// The prefix that makes Apptainer set an environment variable inside the container to the given
+/// value, even a variable that Apptainer itself changes.
 const APPTAINER_PASS_PREFIX: &str = "APPTAINERENV_";
-/// The environment variables that Apptainer sets to other values inside the container than they
-/// have on the host.
+/// The environment variables to which Apptainer gives new values in a container, instead of the
+/// values that they have on the host.
 const APPTAINER_REPLACED_VARIABLES: [&str; 2] = ["PATH", "LD_LIBRARY_PATH"];
 
 /// The vendor of the GPUs that a container must see, which decides the options of the container
@@ -63,9 +63,9 @@ pub(super) struct ContainerCommandBuilder<'a> {
 }
 
 impl<'a> ContainerCommandBuilder<'a> {
-    /// Returns a builder for the commands that start and remove the container of a worker or, with
-    /// `exec`, of a `launch exec` command that runs next to the worker. Returns `None` for a job
-    /// without `run.container`.
+    /// Returns a builder of the commands that start and remove a container, for a worker or (with
+    /// `exec`) for a `launch exec` command next to it. Returns `None` for a job without
+    /// `run.container`.
     pub(super) fn for_worker(
         plan: &'a HostPlan,
         worker: &'a WorkerPlan,
@@ -90,9 +90,9 @@ impl<'a> ContainerCommandBuilder<'a> {
         })
     }
 
-    /// Makes the container see the directory of the hang hook (a Python module for workers) through
-    /// `mounts`, of which the first one is the whole directory. Returns `false` if the runtime
-    /// cannot mount the directory for `worker`.
+    /// Adds mounts to the container so that it sees the directory of the hang hook (a Python module
+    /// for workers), which is the first of `mounts`. Returns `false` if the runtime cannot mount
+    /// the directory for `worker`.
     pub(super) fn add_hook_mounts(&mut self, mounts: Vec<ContainerMount>, worker: &WorkerPlan) -> bool {
         let Some(directory) = mounts.first().map(|mount| Path::new(&mount.source)) else { return false };
         if self.spec.runtime != ContainerRuntime::Charliecloud {
@@ -108,9 +108,9 @@ impl<'a> ContainerCommandBuilder<'a> {
         (sees_tmp && directory.starts_with("/tmp")) || visible.any(|path| directory.starts_with(path))
     }
 
-    /// Changes the command in the plan of `worker` so that it starts the container, and runs the
-    /// worker's program in the container. The words of the runtime precede those of `run.wrap`,
-    /// which run in the container, too. Fails if a path cannot be mounted.
+    /// Changes the command of a worker so that the command starts a container and runs the worker's
+    /// program in it. The words of the runtime precede those of `run.wrap`, which run in the
+    /// container, too. Fails if a path cannot be mounted.
     pub(super) fn wrap_command(&self, worker: &mut WorkerPlan) -> diagnostic::Result<()> {
         let mounts = self.collect_mounts()?;
         let mut words = match self.spec.runtime {
@@ -188,8 +188,8 @@ impl<'a> ContainerCommandBuilder<'a> {
         self.append_job_options_and_image(words)
     }
 
-    /// Builds the `enroot start` command line that runs the worker's program in its container, and
-    /// names the environment variables to pass.
+    /// Builds the `enroot start` command line that runs the worker's program in its container, with
+    /// an option for each environment variable to pass.
     fn build_enroot_command(&self, mounts: &[ContainerMount], worker: &mut WorkerPlan) -> Vec<String> {
         let mut words = to_owned_strings(&["enroot", "start", "--rw"]);
         for mount in mounts {
@@ -325,8 +325,7 @@ fn format_bind_mount(mount: &ContainerMount) -> String {
     format!("{}:{}{}", mount.source, mount.target, if mount.read_only { ":ro" } else { "" })
 }
 
-/// Returns whether a worker's plan (the command and environment that the controller has sent) sets
-/// the environment variable `name`.
+/// Returns whether the controller has set the environment variable `name` for a worker.
 fn plan_sets_variable(worker: &WorkerPlan, name: &str) -> bool {
     worker.env.iter().any(|(set, _)| set == name)
 }

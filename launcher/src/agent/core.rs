@@ -38,14 +38,15 @@ use std::{
 /// failed. The time is long because a worker in a debugger or on a machine that swaps is silent,
 /// too.
 pub(crate) const WORKER_LEASE: Duration = Duration::from_secs(30);
-/// How long the agent waits until the stacks of hanging workers are written, and until the
-/// controller has the evidence about the hang from all hosts. After this time, the workers are
+/// The longest time for which the agent postpones the kill of hanging workers, until their stacks
+/// are written and the controller has the evidence from all hosts. After this time, the workers are
 /// killed in any case.
 pub(crate) const STACKS_TIMEOUT: Duration = Duration::from_secs(8);
 /// The interval at which the agent measures the activity (CPU time) of its workers.
 pub(crate) const ACTIVITY_INTERVAL: Duration = Duration::from_secs(1);
-/// The delay of a measurement after which the time before it counts as progress of all workers. The
-/// delay shows that the agent was suspended, probably together with the workers, as by Slurm.
+/// The longest delay of a CPU time measurement; after a longer delay, the time before the
+/// measurement counts as progress of all workers. The delay shows that the agent was suspended,
+/// probably together with the workers, as by Slurm.
 const MAX_ACTIVITY_DELAY: Duration = Duration::from_secs(30);
 /// How long the agent waits, after the end of a worker's process, for the worker's last output and
 /// for its final report (the last message of a built-in worker).
@@ -236,8 +237,8 @@ impl AgentCore {
         AgentCore { kill_report_delay, ..self }
     }
 
-    /// Returns when the next timed work of the agent is due, such as a heartbeat or a kill; the
-    /// driver, which does the agent's I/O, must pass an [`AgentInput::Tick`] by then.
+    /// Returns the earliest time at which the agent must act without an input, for example to send
+    /// a heartbeat or kill workers.
     pub(crate) fn next_deadline(&self) -> Duration {
         if matches!(self.state, AgentState::AwaitingHello | AgentState::Exiting) {
             return Duration::MAX;
@@ -319,16 +320,16 @@ impl AgentCore {
         std::mem::take(&mut self.out)
     }
 
-    /// Reports a warning about a worker, for the user, to the controller.
+    /// Sends the controller a warning about a worker, which the controller shows to the user.
     fn report_warning(&mut self, rank: Rank, message: String) {
         let event = protocol::event::Event::new_notice(Some(rank), message);
         let attempt = self.attempt;
         self.send_to_controller(FromAgent::Event { attempt, rank, event, is_restored: false });
     }
 
-    /// Sends a report to the controller and, if reports of this kind must not be lost, keeps it for
-    /// a later controller. Messages that a newer one replaces are not repeated to a later
-    /// controller.
+    /// Sends a message to the controller, and keeps it for a later controller unless a newer
+    /// message of its kind replaces it anyway. Messages that a newer one replaces are not repeated
+    /// to a later controller.
     fn send_to_controller(&mut self, message: FromAgent) {
         let is_transient = message.is_transient();
         match self.terms {
@@ -345,9 +346,8 @@ impl AgentCore {
         }
     }
 
-    /// Returns the agent's next numbered report (a message that must reach a controller), so that
-    /// the driver sends it, and marks the report as sent. Returns `None` if there is no report or
-    /// no controller.
+    /// Returns the oldest report (a message that must reach a controller) that was not sent yet,
+    /// and marks the report as sent. Returns `None` if there is no report or no controller.
     pub(crate) fn take_next_report(&mut self, now: Duration) -> Option<FromAgent> {
         self.unattended_since.is_none().then(|| self.reports.take_unsent(now)).flatten()
     }
@@ -358,8 +358,8 @@ impl AgentCore {
         self.unattended_since.is_none() && self.reports.has_unsent()
     }
 
-    /// Returns whether so many events of workers wait for the controller's acknowledgement that the
-    /// driver, which does the agent's I/O, must stop reading messages of workers.
+    /// Returns whether the agent must stop reading messages of its workers, because too many of
+    /// their events await the controller's acknowledgement.
     pub(crate) fn is_backlogged(&self) -> bool {
         self.reports.is_full()
     }
@@ -425,10 +425,10 @@ impl AgentCore {
         }
     }
 
-    /// Begins a new attempt (start of all workers of the job): prepares to start the workers of
-    /// this host, which the controller's plan `plan` describes. Resets the state of the previous
-    /// attempt, and requests what the start of workers needs. The workers start afterwards. Ends
-    /// the agent with an error if the plan is inconsistent or workers are still running.
+    /// Begins a new attempt (start of all workers of the job) on this host, for which `plan` lists
+    /// the workers to start. Resets the state of the previous attempt, and requests what the start
+    /// of workers needs. The workers start afterwards. Ends the agent with an error if the plan is
+    /// inconsistent or workers are still running.
     fn start_attempt(&mut self, now: Duration, plan: Box<HostPlan>) {
         let ranks: std::collections::BTreeSet<Rank> = plan.workers.iter().map(|w| w.rank).collect();
         if self.state != AgentState::Idle {
@@ -461,9 +461,8 @@ impl AgentCore {
         self.out.push(AgentAction::PrepareWorkers { plan, kept });
     }
 
-    /// Requests that the driver, which does the agent's I/O, start the next of the workers that the
-    /// controller has planned for this host. Does nothing if the workers have to stop, or if a kill
-    /// of the workers is scheduled.
+    /// Requests the start of the next worker in the controller's list of workers for this host.
+    /// Does nothing if the workers have to stop, or if a kill of the workers is scheduled.
     fn spawn_next_worker(&mut self) {
         let count = self.plan.as_ref().map_or(0, |p| p.workers.len());
         let is_ending = self.stop_requested || self.kill_after_stacks.is_some() || self.kill_at.is_some();
@@ -559,9 +558,9 @@ impl AgentCore {
 
     // ---- progress ----
 
-    /// Handles a new measurement of a worker's CPU time and of its collectives, from which the
-    /// agent detects that a worker hangs or is stopped. Reports a stall to the controller if the
-    /// worker has made no progress for the time of [`HangDetection`].
+    /// Decides from a new measurement of a worker's CPU time and of its collectives whether the
+    /// worker makes progress, hangs or is stopped. Reports a stall to the controller if the worker
+    /// has made no progress for the time of [`HangDetection`].
     fn on_activity_measured(
         &mut self,
         now: Duration,

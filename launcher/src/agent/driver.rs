@@ -59,11 +59,11 @@ use tokio::{
 };
 use worker_spawner::WorkerSpawner;
 
-/// How long the agent waits until the processes that workers have left behind, and that it has
-/// killed, have ended. Processes that remain are reported as unkillable.
+/// How long the agent waits for the end of processes that workers have left behind and that the
+/// agent has killed. Processes that remain are reported as unkillable.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
-/// The longest pause between two searches for processes that workers have left behind, while the
-/// agent kills these processes.
+/// The longest time that the agent waits before it searches again for processes which workers have
+/// left behind, to kill them.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(5);
 /// The number of messages that fit into each channel through which tasks and threads send to the
 /// agent's event loop.
@@ -73,8 +73,8 @@ const EVENT_LOOP_CHANNEL_CAPACITY: usize = 256;
 /// attempts and reveals late messages of an earlier attempt.
 type WorkerId = (Rank, u32);
 
-/// The process of one worker, with the agent's queue of messages to it, the thread that copies its
-/// output, and its terminal (if it has one).
+/// What the agent needs to communicate with one worker's process: its pid, its message queue, the
+/// thread that copies its output, and its terminal.
 struct WorkerHandle {
     pid: u32,
     outbox: Option<Outbox<ToWorker>>,
@@ -89,14 +89,14 @@ struct WorkerHandle {
     timeout_evidence: Option<TimeoutEvidence>,
 }
 
-/// A message of a controller, the end of its connection (`Ok(None)`), or a read error of the
-/// connection; with the number of the connection. The number distinguishes the connections of the
+/// What the agent reads from a connection to a controller (a message, `Ok(None)` at the end, or an
+/// error), with the number of that connection. The number distinguishes the connections of the
 /// agent.
 type ControllerMessage = (ConnectionNumber, Result<Option<ToAgent>, FrameError>);
 /// The two ends of a channel through which tasks and threads send to the agent's event loop.
 type ChannelEnds<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
-/// A message of a worker, the end of the worker's control connection (`Ok(None)`), or a read error
-/// of the connection; with the worker's rank and pid.
+/// What the agent reads from the control connection of a worker (a message, `Ok(None)` at the end,
+/// or an error), with the worker's rank and pid.
 type WorkerMessage = (WorkerId, Result<Option<FromWorker>, FrameError>);
 
 /// Executes the actions that the agent's state machine (`core`) requests, and reports messages,
@@ -312,8 +312,8 @@ impl AgentDriver {
 
     // ---- events, translated for the core ----
 
-    /// Passes an event of the thread that copies a worker's output to the log, such as a last line
-    /// or progress, to the agent's state machine as an input. An event of an earlier process of the
+    /// Converts an event of the thread that copies a worker's output, for example that all output
+    /// was copied, to an input of the agent's state machine. An event of an earlier process of the
     /// rank becomes a tick.
     fn on_pump_event(&mut self, rank: Rank, pid: u32, event: PumpEvent) -> AgentInput {
         match event {
@@ -486,8 +486,8 @@ impl AgentDriver {
         self.workers.get(&rank).map(|r| r.pid).filter(|pid| self.leaders.contains_key(pid))
     }
 
-    /// Asks a worker that runs a program to save and stop, by sending the signal to those of its
-    /// processes that handle the signal. If there are none, returns this as the answer for the
+    /// Asks the program of a worker to save and stop, by sending a signal to those processes of the
+    /// worker that have a handler for it. If there are none, returns this as the answer for the
     /// agent's state machine.
     fn request_stop(&self, rank: Rank, signal: StopSignal) -> Option<AgentInput> {
         let signal = match signal {
@@ -535,7 +535,8 @@ impl AgentDriver {
         AgentInput::Bound { attempt: bind.attempt, port }
     }
 
-    /// Informs the thread that measures resource usage which workers have not been reaped.
+    /// Sends the list of the workers that still run to the thread that measures the resource usage
+    /// of workers.
     pub(super) fn update_sampled_workers(&self) {
         let Some(plan) = &self.plan else { return };
         let is_program = |rank: Rank| plan.workers.iter().any(|w| w.rank == rank && w.command.is_some());
@@ -566,8 +567,8 @@ async fn wait_for_queue_space(connection: Option<&ControllerConnection>) {
     }
 }
 
-/// Draws a random number that identifies the agent's sequence of numbered reports, so that a later
-/// controller recognizes reports that it has already. All programs can store the number as a JSON
+/// Draws a random id for this agent's sequence of numbered reports, by which a later controller
+/// recognizes reports that it has received before. All programs can store the number as a JSON
 /// number.
 fn draw_report_stream_number() -> io::Result<u64> {
     let mut bytes = [0; 8];

@@ -22,8 +22,8 @@ const MAX_SHELL_OUTPUT_BYTES: usize = 2 << 20;
 /// The number of last lines of the activation script's output (`run.activate`) that an error
 /// contains.
 const MAX_ERROR_OUTPUT_LINES: usize = 5;
-/// The length, in bytes, to which an error shortens each line of the activation script's output
-/// (`run.activate`).
+/// The length, in bytes, to which each line of the activation script's output (`run.activate`) is
+/// truncated in an error message.
 const MAX_ERROR_LINE_BYTES: usize = 400;
 /// The environment variables that a shell sets for itself, and that are not passed on to workers.
 const SHELL_VARIABLES: &[&str] = &["_", "SHLVL", "PWD", "OLDPWD"];
@@ -85,8 +85,8 @@ fn generate_output_marker() -> io::Result<String> {
     Ok(format!("launch-activation-{:032x}", u128::from_ne_bytes(bytes)))
 }
 
-/// Returns those of the given environment variables that neither the shell nor launch's activation
-/// script has set for itself.
+/// Removes the variables that the shell and launch's activation script use for themselves from the
+/// activated environment variables.
 fn remove_shell_variables(
     variables: impl Iterator<Item = (OsString, OsString)>,
 ) -> BTreeMap<OsString, OsString> {
@@ -179,16 +179,17 @@ fn quote_path(workdir: &Path, path: &Path) -> String {
     }
 }
 
-/// Parses the output of the shell script that has activated the environments `steps` on a host, and
-/// builds the errors of a failed activation.
+/// Parses the output of the shell script that activates the environments `steps` on a host, and
+/// creates the error if an activation failed.
 struct ActivationResultParser<'a> {
     steps: &'a [ActivationStep],
     host: &'a str,
 }
 
 impl ActivationResultParser<'_> {
-    /// Parses the activated environment variables from the output of the activation script. Fails
-    /// if the shell reported a failure, or ended without the environment.
+    /// Parses the environment variables that the activation script (`run.activate`) has printed
+    /// after activating all environments. Fails if the shell reported a failure, or ended without
+    /// the environment.
     fn parse_environment(
         &self,
         output: &ShellOutput,

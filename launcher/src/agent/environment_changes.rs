@@ -19,7 +19,7 @@ pub(crate) struct EnvironmentChanges {
 
 impl EnvironmentChanges {
     /// Returns which environment variables the activation of `run.activate` has added, changed and
-    /// removed, by comparing those before and after it.
+    /// removed, by comparing `before` with `after`.
     pub(super) fn compare_environments(
         before: &BTreeMap<OsString, OsString>,
         after: BTreeMap<OsString, OsString>,
@@ -31,8 +31,8 @@ impl EnvironmentChanges {
         EnvironmentChanges { added, changed, removed }
     }
 
-    /// Returns, for each variable that the activation has changed, its name and its new value; the
-    /// value is `None` if the activation has removed the variable.
+    /// Returns the name and new value of each variable that activating environments
+    /// (`run.activate`) has added or changed, and `None` as value of each removed one.
     pub(crate) fn assignments(&self) -> impl Iterator<Item = (&OsStr, Option<&OsStr>)> {
         let set = self.added.iter().chain(&self.changed);
         let set = set.map(|(name, value)| (name.as_os_str(), Some(value.as_os_str())));

@@ -20,11 +20,12 @@ const TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
 /// host counts as unused. Much longer than [`TOUCH_INTERVAL`], so that the executable of a
 /// suspended agent stays.
 const UNUSED_AFTER: Duration = Duration::from_secs(2 * 24 * 3600);
-/// The time without an update of its modification time after which even one of the newest
-/// executables is removed from the cache of a host.
+/// The time without use after which a cached executable of launch is removed from a host, even if
+/// it is one of the newest.
 const REMOVED_AFTER: Duration = Duration::from_secs(30 * 24 * 3600);
-/// The number of newest executables that stay in the cache of a host for longer (until
-/// [`REMOVED_AFTER`]), even if they are unused. The executable of the agent is one of them.
+/// The number of newest executables in the cache of a host that are removed only after
+/// [`REMOVED_AFTER`] instead of [`UNUSED_AFTER`] without use. The executable of the agent is one of
+/// them.
 const MIN_KEPT_EXECUTABLES: usize = 4;
 /// The length of a file name in the cache of launch's executables, which is the BLAKE3 hash of the
 /// executable in hexadecimal.
@@ -32,8 +33,8 @@ const EXECUTABLE_NAME_LENGTH: usize = 64;
 /// The prefix of the names of files in the cache of launch's executables that are not completely
 /// copied yet.
 const COPY_PREFIX: &str = ".launch-";
-/// The prefix of the temporary name that an executable in the cache gets before an agent deletes
-/// it, so that no start uses it any more.
+/// The prefix of the temporary name that an agent gives a cached executable before deleting it, so
+/// that no new agent is started from it.
 const REMOVED_PREFIX: &str = ".removed-";
 /// The stack size, in bytes, of the thread that cleans the cache of launch's executables.
 const STACK_BYTES: usize = 128 << 10;
@@ -68,8 +69,8 @@ fn is_executable_name(name: &str) -> bool {
     name.len() == EXECUTABLE_NAME_LENGTH && name.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// Sets the modification time of an executable in the cache to the present time of its file system,
-/// which marks it as used.
+/// Marks an executable in the cache as used, by setting the modification time of the file to the
+/// current time.
 fn mark_as_used(file: &Path) -> io::Result<()> {
     // A file that is being executed cannot be opened for writing.
     nix::sys::stat::utimensat(

@@ -73,9 +73,9 @@ impl GpuFaultWatch {
         faults.map(LoggedFault::to_gpu_fault).collect()
     }
 
-    /// Lists the GPU errors of the last period of length `within` that the driver has logged
-    /// without a pid, and that were not attributed to the end of a process. Reads the new records
-    /// of the kernel log before.
+    /// Lists the GPU errors, at most `within` old, that the driver has logged without a pid and
+    /// that were not attributed to the end of a process. Reads the new records of the kernel log
+    /// before.
     pub(super) fn list_unattributed_faults(&mut self, within: Duration) -> Vec<GpuFault> {
         let now = self.read_log();
         let is_recent = |fault: &&LoggedFault| now.saturating_sub(fault.logged_at) <= within;
@@ -104,9 +104,9 @@ impl GpuFaultWatch {
         self.faults.push_back(fault);
     }
 
-    /// Finds the GPU error, among those that were read from the kernel log, that explains why the
-    /// process `pid` ended at the time `now` since the boot of the host. A fault without a pid gets
-    /// this pid, so that no other process is matched.
+    /// Finds the GPU error in the kernel log that explains the end of the process `pid`: one with
+    /// this pid, or a recent one without a pid. A fault without a pid gets this pid, so that no
+    /// other process is matched.
     fn attribute_fault(&mut self, pid: u32, now: Duration) -> Option<GpuFault> {
         let is_recent = |fault: &LoggedFault| now.saturating_sub(fault.logged_at) <= ATTRIBUTION_WINDOW;
         let of_process = self.faults.iter().position(|fault| fault.pid == Some(pid));

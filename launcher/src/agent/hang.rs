@@ -42,8 +42,8 @@ pub(crate) fn is_flight_recorder_dump(bytes: &[u8]) -> bool {
     FlightRecorderDump::parse(bytes, Rank::MAX).is_some()
 }
 
-/// The hanging workers of a host, and where evidence about them is found: the directory of the hang
-/// hook (a Python module in the workers) and the status memory of built-in workers.
+/// The request to collect evidence about the hanging workers of a host, with these workers and with
+/// the directory and memory that contain evidence.
 pub(super) struct EvidenceRequest {
     /// The workers.
     pub(super) workers: Vec<HangingWorker>,
@@ -76,7 +76,7 @@ pub(super) struct HangingWorker {
     pub(super) timeout_evidence: Option<TimeoutEvidence>,
 }
 
-/// A hanging worker with the one of its processes about which evidence is collected, such as a
+/// A hanging worker, and the process of this worker from which evidence is collected, such as a
 /// child process that uses torch.
 struct ObservedWorker {
     worker: HangingWorker,
@@ -161,9 +161,9 @@ fn build_program_evidence(
     add_gpu_faults_and_output(evidence, subject.worker)
 }
 
-/// Adds the GPU errors that the kernel log reports for a hanging worker, or without a pid for its
-/// host, and what the worker has printed about its collectives to the evidence about the worker. If
-/// the worker did not answer, also adds the dump that torch may have written.
+/// Adds GPU errors from the kernel log, and what the worker has printed about its collectives, to
+/// the evidence about a hanging worker. If the worker did not answer, also adds the dump that torch
+/// may have written.
 fn add_gpu_faults_and_output(mut evidence: RankEvidence, worker: HangingWorker) -> RankEvidence {
     if let Some(timeout_evidence) = &worker.timeout_evidence {
         timeout_evidence.output().add_to(&mut evidence);

@@ -89,8 +89,8 @@ impl LogThread {
         self.thread.flush(limit)
     }
 
-    /// Returns for how long the log thread has been executing the write to a log that it executes
-    /// at present. Returns zero if no write runs.
+    /// Returns for how long the log thread has been busy with the write that is running now.
+    /// Returns zero if no write runs.
     #[cfg(test)]
     pub(crate) fn current_write_time(&self) -> Duration {
         self.thread.busy_time()

@@ -1,5 +1,5 @@
-//! Records at which times a log grew to which sizes, so that `launch logs --since` can find the
-//! lines from a given time.
+//! Records the size of a rank's log at several times, so that `launch logs --since` can find the
+//! lines that were written after a given time.
 //!
 //! `rank-0.log.times` next to `rank-0.log` holds pairs of little-endian u64: milliseconds since
 //! 1970, and the size of the log in bytes at that time. At most one pair is written per second, and
@@ -21,9 +21,9 @@ const MIN_RECORD_INTERVAL: Duration = Duration::from_secs(1);
 /// The size in bytes of one entry of the file `rank-N.log.times`: a time and the size of the log at
 /// that time.
 const TIME_ENTRY_BYTES: usize = 16;
-/// The largest size, in bytes, of the file `rank-N.log.times`, which records at which times the log
-/// of a rank had which sizes. It is reached after twelve days with output every second. After that,
-/// no more times are recorded.
+/// The largest size, in bytes, of the file `rank-N.log.times`, which records the size of a rank's
+/// log at several times. It is reached after twelve days with output every second. After that, no
+/// more times are recorded.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
 /// Records how a rank's log grows, by appending pairs of time and log size to the file

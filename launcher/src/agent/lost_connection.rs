@@ -2,8 +2,8 @@
 //! connection to another rank, from the exception that ended the program.
 use protocol::failure::LostConnection;
 
-/// How the exceptions of a part of torch are recognized, and those among them that report a lost
-/// connection.
+/// The texts by which exceptions of one torch component (Gloo, NCCL or TCPStore) and its lost
+/// connections are recognized.
 struct ExceptionRule {
     connection: LostConnection,
     /// The exception belongs to the part of torch if its line contains one of these texts.
@@ -14,7 +14,8 @@ struct ExceptionRule {
     detail_lines: usize,
 }
 
-/// The exceptions of torch about lost connections.
+/// The texts that identify exceptions about lost connections, for each of the torch components
+/// Gloo, NCCL and TCPStore.
 const RULES: [ExceptionRule; 3] = [
     ExceptionRule {
         connection: LostConnection::Gloo,
@@ -48,17 +49,19 @@ const RULES: [ExceptionRule; 3] = [
     },
 ];
 
-/// The lines between the exceptions of a chain, which Python prints beginning with the first one.
+/// The lines that Python prints between two exceptions if the second one was raised while the first
+/// one was handled.
 const CHAIN_LINES: [&str; 2] = [
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 ];
 
-/// How the names of Python's exception types end. Other lines are not those of an exception.
+/// The endings of names, such as `Error`, by which a line of output is recognized as that of a
+/// Python exception. Other lines are not those of an exception.
 const TYPE_ENDINGS: [&str; 4] = ["Error", "Exception", "Interrupt", "Exit"];
 
-/// Returns the part of torch whose lost connection has ended a program; `None` if the program ended
-/// for another reason.
+/// Returns which torch component (Gloo, NCCL or TCPStore) lost a connection and thereby ended the
+/// program; `None` if the program ended for another reason.
 ///
 /// `error` is the exception that the program has recorded. Without it, the last exception in
 /// `tail`, the last lines of the output, counts. Of a chain of exceptions, the first one counts,
@@ -82,8 +85,8 @@ pub(super) fn find_lost_connection(tail: &[String], error: Option<&str>) -> Opti
     found.flatten()
 }
 
-/// Returns the part of torch whose lost connection the exception `exception` reports; `None` for
-/// any other exception. `following` are the lines after the first line of the exception.
+/// Returns the torch component (Gloo, NCCL or TCPStore) whose lost connection an exception reports;
+/// `None` for any other exception. `following` are the lines after the first line of the exception.
 fn classify_exception(exception: &str, following: &[String]) -> Option<LostConnection> {
     let contains = |line: &str, texts: &[&str]| texts.iter().any(|text| line.contains(text));
     let rule = RULES.iter().find(|rule| contains(exception, rule.origins))?;
@@ -92,8 +95,8 @@ fn classify_exception(exception: &str, following: &[String]) -> Option<LostConne
     lines.any(|line| contains(line, rule.losses)).then_some(rule.connection)
 }
 
-/// Returns the exception in a line of output: the last line of Python's traceback, or the message
-/// with which C++ terminates. Returns `None` for any other line.
+/// Returns the exception that a line of a program's output reports: the last line of a Python
+/// traceback, or the message of a C++ exception. Returns `None` for any other line.
 fn find_exception(line: &str) -> Option<&str> {
     // torch puts the rank in front of each line of a traceback.
     let text = match line.strip_prefix("[rank").and_then(|rest| rest.split_once("]: ")) {

@@ -6,8 +6,8 @@ use super::kernel_log::KernelLog;
 use crate::discover::read_oom_kill_count;
 use std::path::Path;
 
-/// Detects which workers the kernel kills for lack of memory (OOM) after this value was created,
-/// from a counter of the control group or from the kernel log.
+/// Detects which workers the kernel kills for lack of memory (OOM), from the control group's
+/// counter of such kills or the kernel log.
 #[derive(Debug)]
 pub(super) struct OomWatch {
     /// The number of OOM kills of this control group that happened before the start of the watch or

@@ -34,18 +34,18 @@ pub(crate) const TAIL_LINES: usize = 20;
 /// The length, in bytes, to which a line of a worker's output is truncated on the user's console
 /// and in failure reports. The log contains the whole lines.
 pub(crate) const MAX_LINE_BYTES: usize = 4 << 10;
-/// The time in milliseconds without further output after which the beginning of an unfinished line
-/// of output is written to the log.
+/// How long, in milliseconds, the agent waits for the rest of an unfinished output line before the
+/// agent writes its beginning to the log.
 const UNFINISHED_LINE_MS: u16 = 200;
 /// The largest number of bytes of a worker's output that are read at once. An unfinished line that
 /// is longer is written to the log in several parts.
 const MAX_READ_BYTES: usize = 64 << 10;
-/// The shortest time between two reports that the worker makes progress, because its output
-/// contains the user's `run.progress_pattern`.
+/// The shortest time between two reports that the user's `run.progress_pattern` occurs in a
+/// worker's output, which shows progress.
 const MIN_PROGRESS_REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// An event that the thread which copies a worker's output reports to the agent's event loop, such
-/// as that all output was copied.
+/// An event from the thread that copies a worker's output to the agent's event loop, for example
+/// that all output was copied.
 #[derive(Debug)]
 pub(crate) enum PumpEvent {
     /// The pipes were drained. The answer to [`OutputPump::request_drain`].
@@ -87,8 +87,8 @@ pub(crate) struct PumpOptions {
 pub(crate) struct ControllerLineQueue(Arc<Mutex<Outbox<FromAgent>>>);
 
 impl ControllerLineQueue {
-    /// Creates the queue through which lines of workers' output are sent to the controller with
-    /// `outbox`.
+    /// Creates the queue for lines of workers' output, from which `outbox` sends them to the
+    /// controller.
     pub(crate) fn new(outbox: Outbox<FromAgent>) -> ControllerLineQueue {
         ControllerLineQueue(Arc::new(Mutex::new(outbox)))
     }
@@ -114,8 +114,8 @@ pub(crate) struct OutputPump {
     show: Arc<AtomicBool>,
 }
 
-/// The command by which the thread that copies a worker's output is only woken, so that it
-/// continues to copy.
+/// The command that wakes the thread that copies a worker's output, so that the thread checks the
+/// worker's pipes again.
 const COMMAND_CONTINUE: u8 = 0;
 /// The command by which the thread that copies a worker's output copies what remains in the pipes,
 /// and then reports the last lines.
@@ -300,8 +300,8 @@ impl PumpThread {
     }
 }
 
-/// Where the output of one worker goes: the log of its rank, the controller (if the user wants to
-/// see the rank's output), and the list of the last lines for failure reports.
+/// The destinations of one worker's output: the log of its rank, the user's console (through the
+/// controller), and the last lines for failure reports.
 struct OutputDestinations {
     options: PumpOptions,
     shown: Arc<AtomicBool>,
@@ -317,9 +317,9 @@ struct OutputDestinations {
 }
 
 impl OutputDestinations {
-    /// Writes the complete lines in `bytes`, which were read from a worker's pipe, to the rank's
-    /// log, and passes them to the controller and to the list of last lines for failure reports.
-    /// Keeps the bytes after the last line end in `stream` until the line is complete.
+    /// Passes the complete lines in `bytes`, the output of a worker, to the rank's log, the user's
+    /// console and the last lines for failure reports. Keeps the bytes after the last line end in
+    /// `stream` until the line is complete.
     fn write_complete_lines(&mut self, stream: &mut OutputStream, bytes: &[u8]) {
         let Some(end) = bytes.iter().rposition(|b| *b == b'\n') else {
             stream.unfinished.extend_from_slice(bytes);
@@ -348,9 +348,9 @@ impl OutputDestinations {
         }
     }
 
-    /// Writes complete lines of a worker's stdout or stderr to the rank's log, to the controller
-    /// (if the rank is shown) and to the list of last lines for failure reports. Reports progress
-    /// if the lines contain the progress pattern.
+    /// Writes complete lines of a worker's output to the rank's log, to the console if the user
+    /// wants them, and to the last lines for failure reports. Reports progress if the lines contain
+    /// the progress pattern.
     fn write_lines(&mut self, bytes: &[u8], stderr: bool) {
         self.log.append(bytes);
         self.detect_progress(bytes);
@@ -402,8 +402,8 @@ impl OutputDestinations {
         }
     }
 
-    /// Formats a message to the user which states how many output lines were not shown, and which
-    /// log contains them.
+    /// Formats a notice with the number of output lines that the user's console left out, and with
+    /// the path of the log that contains them.
     fn format_dropped_lines_notice(&self) -> FromAgent {
         let text = match self.dropped_lines {
             1 => format!("[1 line is only in {}]", self.log.path()),

@@ -48,9 +48,8 @@ pub(super) struct Prober {
     network: Arc<NetworkProber>,
 }
 
-/// What an agent remembers between two requests of `launch check`: the files by which other hosts
-/// recognize shared directories, and the directories that it searches for such files. Dropping the
-/// state removes the files.
+/// The files that an agent has written and the directories that it searches, by which `launch
+/// check` finds out which hosts share directories. Dropping the state removes the files.
 #[derive(Debug, Default)]
 struct NonceFileState {
     /// The directories of [`ProbeRequest::Inspect`] that exist, or their nearest existing parents.
@@ -64,8 +63,8 @@ impl Prober {
         Prober { preflight, state: Arc::default(), network: Arc::default() }
     }
 
-    /// Locks what this agent keeps between two requests of `launch check` (written files and
-    /// searched directories), even if another thread has panicked while it held the lock.
+    /// Locks the mutex around the files and directories that the agent remembers between requests
+    /// of `launch check`, even after a thread panicked with the lock.
     fn lock_state(&self) -> MutexGuard<'_, NonceFileState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -128,9 +127,9 @@ impl Prober {
         state.dirs = dirs.to_vec();
     }
 
-    /// Finds out which hosts share directories with this one: returns, for each directory of the
-    /// last inspection, which of `nonces` (random texts of other hosts) name a file in it. The
-    /// agent of the other host has written such a file.
+    /// Returns, for each inspected directory of this host, those of the random texts `nonces` for
+    /// which another host's file is visible in the directory. The agent of the other host has
+    /// written such a file.
     fn find_visible_nonces(&self, nonces: &[String]) -> Vec<Vec<String>> {
         let dirs = self.lock_state().dirs.clone();
         // The directory is listed because a listing makes NFS clients refresh their cache.
@@ -154,9 +153,9 @@ impl Drop for NonceFileState {
     }
 }
 
-/// Opens a TCP port in the range `ports`, and starts a thread that sends a text with `nonce` to
-/// every process that connects, so that other agents can test whether they reach this host. Returns
-/// the port and the text, or `None` if the port or the thread is not available.
+/// Opens a TCP port that sends a text with `nonce` to each process that connects, so that other
+/// agents can test whether they reach this host. Returns the port and the text, or `None` if the
+/// port or the thread is not available.
 fn open_greeting_port(nonce: &str, ports: PortSelection) -> Option<(u16, String)> {
     let at_every_address = |port| {
         let v6 = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port));

@@ -156,7 +156,7 @@ pub(super) struct InheritedEnvironment {
 }
 
 /// Starts the process of a worker with the CPU affinity, preferred NUMA node and environment
-/// variables of its plan.
+/// variables that the controller has chosen for it.
 ///
 /// A built-in worker inherits the descriptors of `memory`. `inherited` describes the environment
 /// without the variables of the plan. `(soft, hard)` are the worker's limits of open files.
@@ -243,15 +243,15 @@ fn use_terminal(command: &mut Command, terminal: &BorrowedTerminal) -> io::Resul
     Ok(())
 }
 
-/// Opens a pipe that is at its end already, in place of the output pipe of a worker that writes to
-/// a terminal.
+/// Opens a pipe without a writer, which stands for the output pipe of a worker that writes to a
+/// terminal instead.
 fn open_pipe_without_writer(plan: &WorkerPlan) -> diagnostic::Result<OwnedFd> {
     let pipe = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC);
     pipe.map(|(reader, _)| reader).map_err(|error| build_worker_start_error(plan, &error.into()))
 }
 
-/// Builds the command that starts a worker: the program in the worker's plan or, for a built-in
-/// worker, `launch worker`.
+/// Builds the command that starts a worker: the user's program or, for a worker of the built-in
+/// training, `launch worker`.
 ///
 /// The worker leads a new process group. Its stdin is `/dev/null`, and its stdout and stderr are
 /// pipes. Its environment is that of `inherited`, with the variables of the plan. The program is
@@ -278,8 +278,8 @@ fn build_worker_command(plan: &WorkerPlan, inherited: &InheritedEnvironment) -> 
     command
 }
 
-/// Sets and removes the environment variables of `command`, a worker's or user's command, in which
-/// the environment `inherited` of workers differs from that of the agent.
+/// Changes the environment variables of `command`, which runs as a worker or next to it, from those
+/// of the agent to those that workers inherit.
 fn apply_inherited_environment(command: &mut Command, inherited: &InheritedEnvironment) {
     for (name, value) in inherited.changes.assignments() {
         match value {
@@ -299,8 +299,8 @@ fn apply_inherited_environment(command: &mut Command, inherited: &InheritedEnvir
     inherited.hidden.iter().for_each(|name| _ = command.env_remove(name));
 }
 
-/// Converts the CPUs to which the worker's plan `plan` binds the worker to a CPU set in the form
-/// that the kernel takes. Returns `None` if the plan does not bind the worker to CPUs.
+/// Converts the list of CPUs on which a worker is to run to the bit set that the kernel's affinity
+/// call takes. Returns `None` if the plan does not bind the worker to CPUs.
 ///
 /// Fails if the agent may not run on one of the CPUs.
 fn build_cpu_set(plan: &WorkerPlan) -> diagnostic::Result<Option<nix::sched::CpuSet>> {

@@ -7,7 +7,8 @@ use std::time::Duration;
 /// clock ticks (10 ms on Linux). A process that waits in a poll loop uses less CPU time.
 const MIN_PROGRESS_TICKS: u64 = 2;
 
-/// The collectives of one worker, from which a hang is detected.
+/// A counter of the collectives that a worker has entered and completed, and whether the worker is
+/// waiting in one of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CollectiveActivity {
     /// A number that changes whenever the worker enters or completes a collective.
@@ -16,8 +17,8 @@ pub(crate) struct CollectiveActivity {
     pub(crate) is_waiting: bool,
 }
 
-/// When one worker last made progress, the values that show progress when they change, and whether
-/// a lack of progress was reported since.
+/// The record of one worker's progress: when it last made progress, the values last measured, and
+/// whether a stall was reported.
 #[derive(Debug)]
 pub(super) struct WorkerProgress {
     /// The time at which the worker last made progress.
@@ -40,8 +41,8 @@ impl WorkerProgress {
         WorkerProgress { last_at: now, reported: None, ticks: 0, collectives: None, stall_reported: None }
     }
 
-    /// Records the phase and step that a worker with the built-in training has reported, and
-    /// returns whether they differ from the previous report, which counts as progress.
+    /// Records the phase and step that a built-in worker has reported, and returns whether either
+    /// of them has changed since the previous report.
     pub(super) fn record_runtime_report(&mut self, phase: WorkerPhase, step: u64) -> bool {
         self.reported.replace((phase, step)) != Some((phase, step))
     }
@@ -60,23 +61,24 @@ impl WorkerProgress {
         used && if builtin { !training } else { !has_pattern }
     }
 
-    /// Records how many collectives a worker has entered and completed (a counter that changes with
-    /// each of them), to detect whether the worker makes progress. Returns whether the value has
-    /// changed, which counts as progress. CPU time does not count for such a program, because a
-    /// rank that waits in a collective may use CPU time.
+    /// Records the counter of the collectives that a worker has entered and completed, to detect
+    /// whether the worker makes progress. Returns whether the value has changed, which counts as
+    /// progress. CPU time does not count for such a program, because a rank that waits in a
+    /// collective may use CPU time.
     pub(super) fn record_collectives(&mut self, count: u64) -> bool {
         self.collectives.replace(count) != Some(count)
     }
 
-    /// Records that the worker made progress at the time `now`, and returns whether a lack of
-    /// progress was reported to the controller since the progress before.
+    /// Records that the worker made progress at the time `now`, and returns whether a stall was
+    /// reported since the previous progress.
     pub(super) fn record_progress(&mut self, now: Duration) -> bool {
         self.last_at = now;
         self.stall_reported.take().is_some()
     }
 
-    /// Decides, after a measurement, whether the agent must report now that the worker makes no
-    /// progress (stalls). A stall is a time without progress of at least `timeout`.
+    /// Decides, after each measurement of the worker's CPU time and collectives, whether the agent
+    /// must report a stall of the worker now. A stall is a time without progress of at least
+    /// `timeout`.
     ///
     /// If a stall must be reported now, records the report and returns the duration of the stall in
     /// milliseconds and `stopped`. Returns `None` if there is no stall, or if a stall with the same

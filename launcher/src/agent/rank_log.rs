@@ -130,8 +130,8 @@ impl RankLogWriter {
         }
     }
 
-    /// Writes to the rank's log how many bytes of output are missing at this place, if output was
-    /// dropped because the disk was full or slow.
+    /// Writes a line to the rank's log with the number of output bytes that were dropped there
+    /// because the disk was full or slow.
     pub(crate) fn write_dropped_bytes_notice(&mut self) {
         if self.dropped_bytes > 0 {
             self.queue_log_write(0, self.format_dropped_bytes_notice().into());
@@ -139,9 +139,8 @@ impl RankLogWriter {
         }
     }
 
-    /// Queues `text` to be appended to the log by the log thread; `size` is the number of bytes
-    /// that `text` counts for in the limit of the queue. Returns `false` if the queue has no space
-    /// for it.
+    /// Queues `text` for the log thread, which appends it to the rank's log; `size` bytes are
+    /// counted toward the limit of the queue. Returns `false` if the queue has no space for it.
     fn queue_log_write(&self, size: usize, text: Vec<u8>) -> bool {
         let (log, warn) = (self.log.clone(), self.warn.clone());
         self.thread.queue_write(size, move |retries| {

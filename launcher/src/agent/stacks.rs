@@ -20,7 +20,8 @@ const TOTAL_TIMEOUT: Duration = Duration::from_secs(6);
 /// The largest number of processes of a worker, of threads of a process, and of frames of a stack
 /// that are written to a worker's log. The others are left out.
 const MAX_WRITTEN_ITEMS: usize = 64;
-/// The size, in bytes, to which a `/proc` file is truncated.
+/// The size, in bytes, to which the content of one file in `/proc` about a hanging worker's thread
+/// is truncated.
 const MAX_TEXT_BYTES: usize = 64 << 10;
 /// The size, in bytes, of a dump of py-spy above which the dump is ignored.
 const MAX_PY_SPY_BYTES: usize = 1 << 20;
@@ -34,7 +35,7 @@ pub(super) struct StackTarget {
     pub(super) log: PathBuf,
 }
 
-/// A thread in a dump of py-spy.
+/// The id, the name and the stack frames of one thread in the JSON output of `py-spy dump`.
 #[derive(Deserialize)]
 struct PySpyThread {
     #[serde(default)]
@@ -45,7 +46,7 @@ struct PySpyThread {
     frames: Vec<PySpyFrame>,
 }
 
-/// A frame of a stack in a dump of py-spy.
+/// The function, file and line of one stack frame in the JSON output of `py-spy dump`.
 #[derive(Deserialize)]
 struct PySpyFrame {
     name: String,

@@ -1,6 +1,5 @@
-//! The part of an agent that passes on the messages of other agents: connects the agent with its
-//! neighbours in the tree of agents, through which agents reach the controller (see
-//! [`crate::connection::tree`]).
+//! The part of an agent that passes on messages between the controller and the agents below this
+//! one in the tree of agents.
 //!
 //! The node runs on a separate thread, so that the agents below do not depend on the agent's event
 //! loop. If the link to the neighbour above ends, the node connects to another agent that the
@@ -31,18 +30,18 @@ use tokio::{
 /// The number of messages that fit into each channel between the tasks of a tree node (the part of
 /// an agent that passes on the messages of other agents).
 const CHANNEL_CAPACITY: usize = 64;
-/// The time limit for the controller's first message, which assigns the agent its place in the tree
-/// of agents.
+/// How long a new agent waits for the controller's first message, which describes how the agent
+/// reaches the controller in the tree of agents.
 const FIRST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(30);
-/// If no message of the controller arrives for this fraction of a link's lease (the time after
-/// which a silent link is closed), the controller counts as silent. The agents below then have the
-/// rest of `run.host_lease` to find another way to the controller.
+/// The fraction of a link's lease (the time limit for silence) without a message of the controller
+/// after which the controller counts as silent. The agents below then have the rest of
+/// `run.host_lease` to find another way to the controller.
 const SILENT_CONTROLLER_LEASE_FRACTION: (u32, u32) = (3, 5);
-/// How often an agent that has ended its own work checks whether other agents still reach the
-/// controller through it.
+/// How often an agent whose work is done checks whether other agents still need it to reach the
+/// controller.
 const END_CHECK_INTERVAL: Duration = Duration::from_millis(20);
-/// How long an agent that has ended its own work waits until its neighbour above in the tree of
-/// agents has received the agent's last messages.
+/// How long an agent whose work is done waits until the next agent toward the controller has
+/// received its last messages.
 const DELIVERY_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long an agent that has ended its own work continues to pass on the messages of the agents
 /// below it, before it asks them to connect to other agents.
@@ -60,8 +59,8 @@ pub(super) struct TreeNodeHandle {
 }
 
 impl TreeNodeHandle {
-    /// Waits until everything that the ended agent has written was passed on, and until no agent
-    /// below needs it any more to reach the controller.
+    /// Waits, for a limited time, until all messages of the ended agent were passed on and no other
+    /// agent needs this agent to reach the controller.
     pub(super) fn finish(self) {
         drop(self.end);
         // A node that has panicked has ended, too.
@@ -109,8 +108,8 @@ pub(super) fn join_tree(
     result.map(|halves| (halves, TreeNodeHandle { end, thread }))
 }
 
-/// Receives from the controller the agent's place in the tree of agents, and connects the agent
-/// with its neighbour above, through which it reaches the controller.
+/// Receives the controller's first message, and connects this agent to a parent in the tree of
+/// agents that the message names, or directly to the controller.
 async fn connect_node(input: OwnedFd, output: OwnedFd) -> diagnostic::Result<(TreeNode, StreamHalves)> {
     let cannot_start = |error: io::Error| {
         Diagnostic::error(host::AGENT_START_FAILED, "cannot start the agent's node of the tree")
@@ -214,7 +213,7 @@ struct TreeNode {
 
 impl TreeNode {
     /// Passes on messages between the controller and the agents below, until this agent has ended
-    /// and no agent below needs it any more, or until the controller is lost.
+    /// and no other agent depends on it, or the controller is lost.
     async fn pass_on_until_unneeded(mut self, mut ending: oneshot::Receiver<()>) {
         let lease = Duration::from_millis(self.setup.link_lease_ms);
         let interval = lease / HEARTBEATS_PER_LEASE;
@@ -293,10 +292,9 @@ impl TreeNode {
         self.listener.set_child_count(self.links.list_links_except(self.uplink).len());
     }
 
-    /// Informs the agents below this one in the tree whether messages arrive from the controller,
-    /// which may be suspended or unreachable. The agent waits. The agents below are asked at each
-    /// heartbeat to connect to another agent. If the controller is suspended, no other one accepts
-    /// them.
+    /// Informs the agents that reach the controller through this one whether messages of the
+    /// controller still arrive here. The agent waits. The agents below are asked at each heartbeat
+    /// to connect to another agent. If the controller is suspended, no other one accepts them.
     fn report_controller_silence_below(&mut self, is_silent: bool) {
         if is_silent != self.reports_silence {
             tracing::info!(target: "tree", stream = self.setup.stream, is_silent, "controller");
@@ -310,9 +308,9 @@ impl TreeNode {
         }
     }
 
-    /// Executes all actions that the router (the state machine that decides how messages are passed
-    /// on in the tree) requests, including those that result from other actions. Handles links that
-    /// were closed because their queues were full.
+    /// Executes the actions that the router of this agent requests, such as passing on messages in
+    /// the tree of agents, until none is left. Handles links that were closed because their queues
+    /// were full.
     fn execute_actions(&mut self) {
         loop {
             let (actions, overflowed) = (self.router.take_actions(), self.links.take_overflowed_links());
@@ -355,8 +353,8 @@ impl TreeNode {
         }
     }
 
-    /// Handles a link that this agent has closed, such as a silent one: searches for another
-    /// neighbour above, or forgets the neighbour below.
+    /// Handles a link that this agent has closed: connects to another agent if the link led to the
+    /// controller, or else forgets the agent below.
     fn handle_closed_link(&mut self, link: LinkId) {
         match self.uplink == Some(link) {
             true => self.on_uplink_lost(),
@@ -373,8 +371,8 @@ impl TreeNode {
         self.router.report_accepting_addresses(self.setup.stream, self.listener.addresses().to_vec());
     }
 
-    /// Makes a new connection to another agent the link over which this agent and those below reach
-    /// the controller, and closes the previous link.
+    /// Makes this agent reach the controller through a newly connected agent, and closes its
+    /// previous link toward the controller.
     fn replace_uplink(&mut self, stream: NeighbourLink) {
         if let Some(earlier) = self.uplink.take() {
             tracing::info!(target: "tree", stream = self.setup.stream, "left an agent without a controller");
@@ -386,8 +384,8 @@ impl TreeNode {
         self.set_uplink(link);
     }
 
-    /// Adds the connection of an agent that is now below this one in the tree, and confirms to that
-    /// agent that it is accepted.
+    /// Adds a newly connected agent to those that reach the controller through this agent, and
+    /// confirms this to the new agent.
     fn add_child(&mut self, stream: NeighbourLink) {
         let link = self.links.add_link(stream.input, stream.output, self.from_children.0.clone());
         self.links.send_frame(link, TreeFrame::Welcome { stream: self.setup.stream });
@@ -422,8 +420,8 @@ impl TreeNode {
         }
     }
 
-    /// Handles an event of this agent's own control connection, which the tree passes on to the
-    /// controller: written bytes, read bytes, or its end.
+    /// Passes bytes that this agent itself has written for the controller, or the number of bytes
+    /// it has read, into the tree of agents.
     fn handle_local_event(&mut self, event: LocalStreamEvent) {
         match event {
             LocalStreamEvent::Written(stream, bytes) => self.router.write_to_stream(stream, &bytes),
@@ -480,8 +478,8 @@ impl TreeNode {
         }
     }
 
-    /// Starts `attempt`, the task that connects this agent to another agent of the tree, and aborts
-    /// an earlier such task.
+    /// Starts the task `attempt`, which connects this agent to another agent of the tree, and
+    /// aborts the previous task for this purpose.
     fn start_connecting_to_parent(&mut self, attempt: impl Future<Output = ()> + Send + 'static) {
         if let Some(earlier) = self.attempt.replace(tokio::spawn(attempt)) {
             earlier.abort();

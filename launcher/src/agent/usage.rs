@@ -25,7 +25,8 @@ use worker_counters::WorkerUsageMeter;
 
 /// The time between two measurements of the resource usage of a host, its GPUs and its workers.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(2);
-/// In every how many measurements of resource usage the GPUs are read, too; their driver is slow.
+/// The number of measurements of the host's resource usage per reading of its GPUs, whose driver is
+/// slow.
 const SAMPLES_PER_GPU_READING: u32 = 3;
 
 /// The workers whose resource usage is measured, and the attempt (start of all workers) to which
@@ -92,8 +93,8 @@ fn run_sampler(shared: &Mutex<SampledWorkers>, sender: &mpsc::Sender<(u32, HostU
     }
 }
 
-/// Computes the resource usage of a host, its GPUs and its workers between two measurements, from
-/// the differences between the kernel's counters.
+/// Computes how much CPU, memory, disk, network and GPU a host and its workers have used since the
+/// previous measurement.
 struct HostUsageMeter<'r> {
     root: &'r Path,
     /// The counters of the host, and the time at which they were read; `None` while no worker runs.

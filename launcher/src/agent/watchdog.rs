@@ -86,9 +86,9 @@ fn kill_all_descendants() {
     }
 }
 
-/// Returns the exit code with which the watchdog process ends, so that it equals the exit code of
-/// its agent, which has ended with `status`. If a signal killed the agent, sends the same signal to
-/// this process instead, so that sshd reports the signal.
+/// Returns the exit code for the watchdog process, equal to the exit code of its agent, which has
+/// ended with `status`. If a signal killed the agent, sends the same signal to this process
+/// instead, so that sshd reports the signal.
 fn mirror_agent_exit(status: WaitStatus) -> u8 {
     match status {
         WaitStatus::Exited(_, code) => code as u8,

@@ -25,14 +25,15 @@ impl BatchHosts {
         Self::from_names("LSB_HOSTS", get("LSB_HOSTS")?.split_whitespace())
     }
 
-    /// Parses the text of the file that `PBS_NODEFILE` names. Returns `None` if it lists no host.
+    /// Parses host names from `text`, the content of the file that the environment variable
+    /// `PBS_NODEFILE` names. Returns `None` if it lists no host.
     pub(super) fn parse_pbs_nodefile(text: &str) -> Option<BatchHosts> {
         Self::from_names(PBS_NODEFILE, text.split_whitespace())
     }
 
-    /// Removes repetitions from host names, because both schedulers repeat a host for each of its
-    /// slots. Returns `None` if there are no names. Ignores the hosts after the first
-    /// [`MAX_HOSTS`].
+    /// Removes repeated names from a list of hosts, in which PBS and LSF name a host once for each
+    /// process that it may run. Returns `None` if there are no names. Ignores the hosts after the
+    /// first [`MAX_HOSTS`].
     fn from_names<'a>(source: &'static str, names: impl Iterator<Item = &'a str>) -> Option<BatchHosts> {
         let mut seen = std::collections::HashSet::new();
         let hosts: Vec<String> =

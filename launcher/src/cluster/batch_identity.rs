@@ -1,5 +1,6 @@
-//! [`identify_command`]: identifies a command of a batch job, so that its runs recognize the
-//! checkpoints of its earlier runs. Reads the id of a batch job from `LAUNCH_BATCH_JOB`.
+//! [`identify_command`]: adds a command line's hash to the id of a batch job, so that a restarted
+//! batch job finds the checkpoints of this command. Reads the id of a batch job from
+//! `LAUNCH_BATCH_JOB`.
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::env;
 use protocol::control::BatchJobRecord;

@@ -3,8 +3,8 @@
 use jobspec::JobSpec;
 use std::{path::Path, time::Duration};
 
-/// The batch job of a scheduler in which launch runs: how often the scheduler has restarted it, and
-/// the function that asks the scheduler to queue it again.
+/// The batch job (such as a Slurm job) in which launch runs, with its id, its requeue counts, and
+/// the function that requeues it.
 #[derive(Clone, Debug)]
 pub(crate) struct BatchJob {
     /// The batch job as messages name it, with the name of the scheduler.
@@ -48,7 +48,8 @@ pub(crate) enum BatchJobEndReason {
 }
 
 impl BatchJobEndReason {
-    /// Returns the name of the reason in the field `reason` of the notice `batch-job-end`.
+    /// Returns the text for this reason, such as `time-limit`, that launch reports in the field
+    /// `reason` of its notice `batch-job-end`.
     pub(crate) fn name(self) -> &'static str {
         match self {
             BatchJobEndReason::Preemption { .. } => "preemption",

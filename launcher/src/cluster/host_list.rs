@@ -23,10 +23,9 @@ pub(crate) struct ClusterHost {
 /// The largest number of errors in one hostfile that are reported to the user.
 const MAX_REPORTED_ERRORS: usize = 5;
 
-/// Returns the hosts of the job: those that `cluster.hosts` names, in that order, as far as the
-/// filters `cluster.include` and `cluster.exclude` select them. Returns `None` if the job names no
-/// hosts. Fails if a job that names no hosts has filters. The path of a hostfile is relative to
-/// `base`.
+/// Returns the hosts in `cluster.hosts` that the filters `cluster.include` and `cluster.exclude`
+/// select, in the order of `cluster.hosts`. Returns `None` if the job names no hosts. Fails if a
+/// job that names no hosts has filters. The path of a hostfile is relative to `base`.
 pub(crate) fn resolve_hosts(
     cluster: &ClusterSpec,
     base: &Path,

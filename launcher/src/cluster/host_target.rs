@@ -4,8 +4,8 @@ use super::host_list::ClusterHost;
 use jobspec::hosts::HostSlots;
 use serde::{Deserialize, Serialize};
 
-/// A host of a job, with the name under which agents are started on it (locally, over SSH, with
-/// Slurm, or after it has joined), and its slots (places for workers).
+/// A host of a job: the name by which launch starts an agent on it, and its slots (places for
+/// workers) that the job uses.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct HostTarget {
     /// The host's name in the job, by which the transport finds the host.

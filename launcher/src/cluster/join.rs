@@ -34,8 +34,8 @@ use jobspec::{ControllerLossAction, HostSelection, JobSpec, hosts::RendezvousAdd
 use join_transport::JoinTransport;
 use node_name::{format_node_name, parse_node_name};
 
-/// The provider of hosts for jobs with `cluster.hosts: join`, whose hosts are the machines (nodes)
-/// on each of which the user starts launch.
+/// The provider of hosts for jobs with `cluster.hosts: join`, whose hosts join when the user starts
+/// launch on each of them.
 pub(super) struct JoinCluster;
 
 impl Cluster for JoinCluster {
@@ -99,8 +99,8 @@ impl Cluster for JoinCluster {
     }
 }
 
-/// Returns whether the rendezvous address, at which node 0 listens for the other nodes, belongs to
-/// this machine, which makes it node 0. Blocks for the resolution of the name.
+/// Returns whether this machine is node 0, that is, whether it has the rendezvous address at which
+/// node 0 listens for other nodes. Blocks for the resolution of the name.
 pub(crate) fn is_own_address(address: &RendezvousAddress) -> bool {
     !rendezvous_listeners::find_own_addresses(address).is_empty()
 }

@@ -23,7 +23,8 @@ const MAX_LOCAL_AGENTS: usize = 64;
 pub(super) struct LocalCluster;
 
 impl Cluster for LocalCluster {
-    /// Accepts every job, so that a job whose hosts no other provider knows runs on this machine.
+    /// Returns `true` for every job, because a job whose hosts come from no other provider runs on
+    /// this machine.
     fn detect(&self, _job: &JobSpec) -> Result<bool, ClusterError> {
         Ok(true)
     }

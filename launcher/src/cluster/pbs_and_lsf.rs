@@ -57,9 +57,8 @@ pub(super) static LSF: BatchHostsCluster = BatchHostsCluster {
 };
 
 impl BatchHostsCluster {
-    /// Returns the hosts of the batch job, as far as the filters `cluster.include` and
-    /// `cluster.exclude` select them. Fails outside of a batch job, and if a host name is
-    /// malformed.
+    /// Returns those hosts of the PBS or LSF batch job that the filters `cluster.include` and
+    /// `cluster.exclude` select. Fails outside of a batch job, and if a host name is malformed.
     fn find_hosts(&self, job: &JobSpec, get: GetVariable) -> Result<Vec<ClusterHost>, ClusterError> {
         let Some(BatchHosts { source, hosts }) = (self.list_hosts)(get)? else {
             let message = format!("the job requires the hosts of a batch job of {}", self.scheduler);
@@ -72,7 +71,8 @@ impl BatchHostsCluster {
         Ok(resolve_hostfile_text(&job.cluster, Path::new(source), &hosts.join("\n"))?)
     }
 
-    /// Returns the identity of the batch job in which launch runs. Returns `None` outside of one.
+    /// Returns the id of the PBS or LSF batch job in which launch runs, with a label for messages.
+    /// Returns `None` outside of one.
     fn identify(&self, get: GetVariable) -> Option<BatchJobRecord> {
         let is_id = |id: &String| id.len() <= MAX_JOB_ID_BYTES && id.bytes().all(|b| b.is_ascii_graphic());
         let job = (self.find_job_id)(get).filter(is_id)?;

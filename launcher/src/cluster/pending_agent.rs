@@ -1,5 +1,5 @@
-//! [`PendingAgent`]: streams to and from an agent that exist before the agent has connected, and
-//! [`AgentConnectionSlot`], which receives the agent's TCP connection.
+//! [`PendingAgent`]: the byte streams between the controller and an agent, which the controller can
+//! use before the agent has connected over TCP.
 use crate::connection::{EncryptedReader, EncryptedStream, EncryptedWriter};
 use std::{
     future::Future,
@@ -45,8 +45,8 @@ impl AgentConnection {
     }
 }
 
-/// The controller's byte streams to and from an agent that may not have connected yet, with the
-/// slot that will receive the agent's TCP connection.
+/// The controller's byte streams to and from an agent that may not have connected yet, and the slot
+/// that passes the agent's TCP connection to them.
 pub(super) struct PendingAgent {
     pub(super) input: PendingAgentWriter,
     pub(super) output: PendingAgentReader,
@@ -54,8 +54,8 @@ pub(super) struct PendingAgent {
 }
 
 impl PendingAgent {
-    /// Creates the streams to and from the agent of the host `name`, and the slot that will receive
-    /// the agent's connection.
+    /// Creates byte streams to and from an agent that has not connected yet, and the slot that
+    /// later passes the agent's connection to these streams.
     pub(super) fn new(name: &str) -> PendingAgent {
         let (send_read_half, read_half) = oneshot::channel();
         let (send_write_half, write_half) = oneshot::channel();
@@ -82,17 +82,17 @@ enum AgentArrivalState {
     Closed,
 }
 
-/// What all clones of an [`AgentConnectionSlot`] share: whether the agent has connected, and how
-/// many reads have returned bytes of the agent.
+/// The state that all clones of an [`AgentConnectionSlot`] share: whether the agent has connected,
+/// and how many reads returned bytes from it.
 struct SharedSlotState {
     state: Mutex<AgentArrivalState>,
     /// The number of reads that returned bytes of the agent.
     received: Arc<AtomicU64>,
 }
 
-/// The place that receives the TCP connection of one agent as soon as the agent connects, while the
-/// controller already uses streams to the agent. [`AgentConnectionSlot::connect`] passes the
-/// connection to the streams of the [`PendingAgent`]. Clones are the same slot.
+/// A slot for one agent's TCP connection, which passes the connection to byte streams that the
+/// controller already uses. [`AgentConnectionSlot::connect`] passes the connection to the streams
+/// of the [`PendingAgent`]. Clones are the same slot.
 #[derive(Clone)]
 pub(super) struct AgentConnectionSlot {
     pub(super) name: String,
@@ -100,14 +100,15 @@ pub(super) struct AgentConnectionSlot {
 }
 
 impl AgentConnectionSlot {
-    /// Locks the state of this slot, which records whether the agent has connected.
+    /// Locks the mutex around the state of this slot, which records whether the agent has
+    /// connected.
     fn lock_state(&self) -> MutexGuard<'_, AgentArrivalState> {
         self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts the TCP connection of an agent that has connected behind the streams with which the
-    /// controller already reads from and writes to the agent. Returns `false` if the slot does not
-    /// wait for the agent, because the agent has connected before or the slot is closed.
+    /// Attaches the TCP connection that an agent has opened to the byte streams that the controller
+    /// already uses for this agent. Returns `false` if the slot does not wait for the agent,
+    /// because the agent has connected before or the slot is closed.
     pub(super) fn connect(&self, connection: AgentConnection) -> bool {
         let mut state = self.lock_state();
         if !matches!(*state, AgentArrivalState::Waiting(..)) {
@@ -167,8 +168,8 @@ enum PendingStream<S> {
 }
 
 impl<S: Unpin> PendingStream<S> {
-    /// Returns one direction of the agent's connection once the agent has connected, or `None` if
-    /// the agent can no longer connect.
+    /// Waits until the agent has connected, and returns one direction of its connection, or `None`
+    /// if the agent can no longer connect.
     fn poll_connected(&mut self, cx: &mut Context<'_>) -> Poll<Option<Pin<&mut S>>> {
         if let PendingStream::Pending(receiver) = self {
             *self = ready!(pin!(receiver).poll(cx)).map_or(PendingStream::Closed, PendingStream::Connected);

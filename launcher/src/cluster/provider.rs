@@ -30,14 +30,14 @@ pub(crate) trait Cluster: Sync {
     /// this provider.
     fn transport(&self, job: &JobSpec) -> Result<Box<dyn Transport>, ClusterError>;
 
-    /// Returns how many file descriptors the controller of a job needs for its connections with the
-    /// agents of `hosts` other hosts, as [`Transport::count_descriptors`] does for a running job.
+    /// Returns the number of file descriptors that the controller of a job needs for its
+    /// connections with the agents of `hosts` other hosts.
     fn count_connection_descriptors(&self, _job: &JobSpec, hosts: usize) -> u64 {
         DESCRIPTORS_PER_CONNECTION * hosts as u64
     }
 
-    /// Returns settings by which `launch check` checks the hosts of this provider, such as the
-    /// names of the checks for the stages of a connection.
+    /// Returns how `launch check` checks the hosts of this provider, for example under which names
+    /// it reports the stages of a connection.
     fn check_settings(&self) -> ClusterCheckSettings {
         ClusterCheckSettings { stages: &[(ConnectionStage::Agent, "agent")], declares_slots: false }
     }
@@ -49,9 +49,9 @@ pub(crate) trait Cluster: Sync {
         Ok(None)
     }
 
-    /// Returns the identity of the batch job of this provider's scheduler in which launch runs,
-    /// even if the hosts of the job do not come from this provider. The id identifies the batch
-    /// job, but no command of it. Returns `None` if launch does not run in a batch job.
+    /// Returns the id of the batch job in which launch runs, according to this provider's
+    /// scheduler, even if the job's hosts come from elsewhere. The id identifies the batch job, but
+    /// no command of it. Returns `None` if launch does not run in a batch job.
     fn identify_batch_job(&self) -> Option<BatchJobRecord> {
         None
     }
@@ -133,8 +133,8 @@ pub(crate) enum ClusterError {
 }
 
 impl ClusterError {
-    /// Converts the error to a diagnostic, after combining several mistakes in a job into one with
-    /// the function `combine`.
+    /// Converts the error to one diagnostic; the function `combine` merges several mistakes in a
+    /// job file into one diagnostic.
     pub(crate) fn into_diagnostic(self, combine: impl FnOnce(Vec<Diagnostic>) -> Diagnostic) -> Diagnostic {
         match self {
             ClusterError::Job(mistakes) => combine(mistakes),

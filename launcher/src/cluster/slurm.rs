@@ -143,8 +143,8 @@ fn read_current_job() -> Option<(u64, u32)> {
     allocation::read_job_id_and_restarts(&|name| std::env::var(name).ok())
 }
 
-/// Reads the Slurm allocation from the environment variables of this process. Fails outside of
-/// Slurm.
+/// Returns the Slurm allocation in which launch runs, or an error if launch runs outside of Slurm.
+/// Fails outside of Slurm.
 fn require_allocation() -> Result<SlurmAllocation, ClusterError> {
     read_current_allocation()?.ok_or_else(|| {
         let message = "the job requires a Slurm allocation, but SLURM_JOB_ID is not set";
@@ -156,11 +156,12 @@ fn require_allocation() -> Result<SlurmAllocation, ClusterError> {
     })
 }
 
-/// Reads the Slurm allocation from the environment variables of this process. If the variables do
-/// not state the number of GPUs of each node, and the job may use GPUs or a step must request them,
-/// asks Slurm for the numbers. Fails outside of Slurm, or if a step must request GPUs whose number
-/// Slurm does not state. Otherwise, if Slurm does not answer, assumes the numbers of GPUs and
-/// appends a warning to `warnings`.
+/// Returns the Slurm allocation in which launch runs, and asks Slurm for the nodes' numbers of GPUs
+/// if the environment variables lack needed ones. If the variables do not state the number of GPUs
+/// of each node, and the job may use GPUs or a step must request them, asks Slurm for the numbers.
+/// Fails outside of Slurm, or if a step must request GPUs whose number Slurm does not state.
+/// Otherwise, if Slurm does not answer, assumes the numbers of GPUs and appends a warning to
+/// `warnings`.
 fn find_allocation_with_gpus(
     job: &JobSpec,
     warnings: &mut Vec<Diagnostic>,
@@ -177,7 +178,7 @@ fn find_allocation_with_gpus(
     Ok(allocation)
 }
 
-/// Returns whether the job uses GPUs that Slurm has allocated on its nodes, if there are any.
+/// Returns whether the workers of the job use GPUs if Slurm has allocated GPUs on its nodes.
 fn may_use_gpus(job: &JobSpec) -> bool {
     match job.cluster.devices {
         DeviceSelection::Auto => job.run.command.is_some(),

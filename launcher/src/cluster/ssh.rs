@@ -32,8 +32,8 @@ use ssh_transport::{SshTransport, count_ssh_descriptors};
 /// The provider of the hosts that `cluster.hosts` names, which launch reaches over SSH.
 pub(super) struct SshCluster;
 
-/// The stages of an SSH connection (name, TCP, host key, …), each with the name under which `launch
-/// check` reports it.
+/// The stages of setting up an SSH connection, each with the name, such as `host key`, that `launch
+/// check` prints for its check.
 pub(super) const STAGE_CHECK_NAMES: &[(ConnectionStage, &str)] = &[
     (ConnectionStage::Config, "config"),
     (ConnectionStage::Name, "dns"),
@@ -44,8 +44,8 @@ pub(super) const STAGE_CHECK_NAMES: &[(ConnectionStage, &str)] = &[
     (ConnectionStage::Agent, "agent"),
 ];
 
-/// Returns the hosts that `cluster.hosts` names, as far as the filters `cluster.include` and
-/// `cluster.exclude` select them.
+/// Returns those hosts in `cluster.hosts` that the filters `cluster.include` and `cluster.exclude`
+/// select.
 fn find_named_hosts(job: &JobSpec) -> Result<Vec<ClusterHost>, ClusterError> {
     Ok(resolve_hosts(&job.cluster, &job.run.workdir)?.unwrap_or_default())
 }

@@ -14,7 +14,8 @@ use tokio::{
 
 /// The stream on which the controller writes to an agent.
 pub(crate) type AgentInput = Box<dyn AsyncWrite + Send + Unpin>;
-/// A stream, the control stream or the standard error, on which the controller reads from an agent.
+/// A stream from an agent to the controller, which carries either the agent's control messages or
+/// its standard error.
 pub(crate) type AgentOutput = Box<dyn AsyncRead + Send + Unpin>;
 
 /// The number of file descriptors that the controller needs for its connection with one agent.
@@ -32,8 +33,8 @@ pub(crate) trait Transport {
     /// without a hello, [`RemoteAgentConnection::failure`] returns the reason.
     fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>>;
 
-    /// Returns how long the controller waits for agents to connect, when it uses a lost host again,
-    /// and how often a lost agent may return.
+    /// Returns the time limits for an agent's first message and for the reuse of a lost host, and
+    /// how often an agent may return.
     fn arrival_limits(&self) -> ArrivalLimits {
         ArrivalLimits::default()
     }
@@ -63,9 +64,9 @@ pub(crate) trait Transport {
         Vec::new()
     }
 
-    /// Returns the pids of those child processes, such as `ssh`, after whose end the controller
-    /// must kill the rest of their process group. `srun` is not among them, because its second
-    /// process ends the tasks of a killed `srun`.
+    /// Returns the pids of the child processes, such as `ssh`, whose process group the controller
+    /// must kill after the child has ended. `srun` is not among them, because its second process
+    /// ends the tasks of a killed `srun`.
     fn children_with_killed_groups(&self) -> Vec<u32> {
         Vec::new()
     }
@@ -75,8 +76,8 @@ pub(crate) trait Transport {
     fn record_child_exit(&mut self, _pid: u32, _status: ExitStatus) {}
 }
 
-/// How long the controller waits for agents to connect, when it uses a lost host again, and how
-/// often a lost agent may return.
+/// The time limits for an agent's first message and for the reuse of a lost host, and how often an
+/// agent may return.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ArrivalLimits {
     /// The time limit from the request for an agent to its hello, which is its first message.
@@ -103,8 +104,8 @@ impl Default for ArrivalLimits {
     }
 }
 
-/// The controller's view of an agent that is being started or runs: a handle, the streams to and
-/// from the agent, and its standard error.
+/// An agent that is being started or runs: the streams to and from the agent, its standard error,
+/// and a handle to end it.
 pub(crate) struct AgentProcess {
     pub(crate) handle: AgentHandle,
     /// The control stream to the agent. When the stream is closed, the agent ends its workers and
@@ -119,8 +120,8 @@ pub(crate) struct AgentProcess {
     pub(crate) start_steps: Option<mpsc::Receiver<AgentStartStep>>,
 }
 
-/// A step of starting an agent that changes how long the controller waits for the agent, and that
-/// the transport therefore reports to the controller.
+/// A step of starting an agent, such as copying the executable, that changes how long the
+/// controller waits for the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AgentStartStep {
     /// The start waits for its turn, because too many other agents are being started. The wait has
@@ -142,8 +143,8 @@ pub(crate) enum AgentHandle {
     Connection(Box<dyn RemoteAgentConnection>),
 }
 
-/// The controller's connection to an agent on another host, through which the connection is closed
-/// and its state is queried.
+/// The controller's handle of a connection to an agent on another host, which can close the
+/// connection and report its state.
 pub(crate) trait RemoteAgentConnection: Send + fmt::Debug {
     /// Closes the connection to the agent immediately, so that the streams end on both sides and
     /// the agent ends its workers.
@@ -159,8 +160,8 @@ pub(crate) trait RemoteAgentConnection: Send + fmt::Debug {
     /// final.
     fn exit_status(&self) -> Option<ExitStatus>;
 
-    /// Returns which stage of connecting to the host and starting the agent was reached, or in
-    /// which stage this has failed.
+    /// Returns the newest stage, such as authentication, that the connection to the agent's host
+    /// has reached, or the stage that failed.
     fn stage(&self) -> ConnectionStage {
         ConnectionStage::Agent
     }
@@ -184,8 +185,8 @@ pub(crate) trait RemoteAgentConnection: Send + fmt::Debug {
     }
 }
 
-/// Through which agents the control connection of an agent passes in the tree of agents: the first
-/// agent on the way, and the agent itself. Agents are identified by the numbers of their streams.
+/// The route of an agent's control connection through the tree of agents, given by the agent and
+/// the first agent on the route. Agents are identified by the numbers of their streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TreeRoute {
     /// The agent at the end of the connection.

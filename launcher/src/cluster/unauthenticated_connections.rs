@@ -1,5 +1,5 @@
-//! [`UnauthenticatedConnections`]: tracks the connections whose other side has not yet proved that
-//! it has the job's key, and closes some of them if there are too many.
+//! [`UnauthenticatedConnections`]: limits the number of connections from peers that have not yet
+//! proved that they hold the job's key.
 use std::{collections::VecDeque, net::IpAddr};
 use tokio::task::AbortHandle;
 
@@ -23,8 +23,8 @@ pub(super) struct UnauthenticatedConnections {
 }
 
 impl UnauthenticatedConnections {
-    /// Creates an empty set of unauthenticated connections that has space for one from each of
-    /// `agents` agents and for some others ([`MAX_UNAUTHENTICATED_CONNECTIONS`]).
+    /// Creates an empty set of unauthenticated connections, with a limit of `agents` plus
+    /// [`MAX_UNAUTHENTICATED_CONNECTIONS`] connections.
     pub(super) fn new(agents: usize) -> UnauthenticatedConnections {
         UnauthenticatedConnections {
             connections: VecDeque::new(),

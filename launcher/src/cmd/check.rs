@@ -65,8 +65,8 @@ pub(crate) fn run(args: CheckArgs, context: &CommandContext) -> diagnostic::Resu
     }
 }
 
-/// Connects this node to node 0 at `address`, whose `launch check` inspects all nodes of the job,
-/// and lets this node be inspected. Returns the exit code of the check.
+/// Joins the `launch check` that node 0 at `address` runs for all nodes, and lets node 0 inspect
+/// this node. Returns the exit code of the check.
 fn join_check_as_node(
     request: &JobLoadRequest,
     address: &RendezvousAddress,
@@ -75,8 +75,8 @@ fn join_check_as_node(
     join_run(&load_job(request)?.job, address, node_rank)
 }
 
-/// Loads the job whose hosts `launch check` inspects, and marks the job so that node 0 and the
-/// nodes that join it agree on a check instead of a run.
+/// Loads the job of `launch check`, and marks the job so that joining nodes take part in a check
+/// instead of a run.
 fn load_job(request: &JobLoadRequest) -> diagnostic::Result<LoadedJob> {
     let mut loaded = LoadedJob::load(request)?;
     loaded.job.cluster.join.checks_hosts = true;
@@ -149,14 +149,14 @@ fn collect_probe_targets(job: &JobSpec) -> probe::ProbeTargets {
     }
 }
 
-/// Returns the time limit for a test connection between two hosts, in milliseconds: the connection
-/// timeout of SSH (`cluster.ssh`), but at most 5 s.
+/// Returns the time limit for a test connection between two hosts, in milliseconds, which is
+/// `cluster.ssh.connect_timeout` but at most 5 s.
 fn compute_peer_timeout_ms(job: &JobSpec) -> u64 {
     job.cluster.ssh.connect_timeout_ms.min(5000)
 }
 
-/// Creates a text that is unique for each run of `launch check`, for the names of the files by
-/// which the check finds out which hosts share a directory.
+/// Creates a text unique to this `launch check`, for the names of test files that show which hosts
+/// share a directory.
 fn create_probe_file_nonce() -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     format!("{:x}-{:x}", std::process::id(), now.as_nanos())

@@ -2,8 +2,8 @@
 use super::{gpu_check::args::GpuCheckFunction, output::OutputFormat};
 use protocol::preflight::Preflight;
 
-/// What each command of `launch` gets in addition to its arguments: the output format, and inputs
-/// such as the preflight checks.
+/// The inputs that every command of `launch` gets in addition to its arguments, such as the output
+/// format and the verbosity.
 pub(crate) struct CommandContext {
     /// The format in which the command prints its results.
     pub(crate) format: OutputFormat,

@@ -12,8 +12,8 @@ use std::{
     sync::Arc,
 };
 
-/// The runs that the page of `launch serve` shows: those that `launch ps` lists, and those that the
-/// command line names by their directories.
+/// The runs that `launch serve` shows, which are the user's runs and the run directories that the
+/// command line names.
 #[derive(Debug)]
 struct DashboardRuns {
     /// The directory whose `runs` directory is searched for runs.

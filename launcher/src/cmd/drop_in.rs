@@ -1,5 +1,5 @@
-//! `launch torchrun`, `launch accelerate` and `launch deepspeed`: run the command lines of other
-//! launchers, also if launch is called by their names.
+//! `launch torchrun`, `launch accelerate` and `launch deepspeed`: run the command lines of these
+//! three launchers as jobs of launch.
 //!
 //! The conversion of the arguments to a job is in [`crate::import`]. Commands of the other
 //! launchers that do not start a job are passed on to the original program.
@@ -158,8 +158,8 @@ fn read_environment_variables() -> BTreeMap<String, String> {
     std::env::vars_os().filter_map(text).collect()
 }
 
-/// Collects the properties of this machine and of the user's environment that determine how the
-/// command line of another launcher is converted.
+/// Collects the properties of this machine, such as accelerators and environment variables, that
+/// the conversion of another launcher's command line needs.
 fn build_drop_in_context<'a>(
     inventory: &HostInventory,
     variables: &'a BTreeMap<String, String>,

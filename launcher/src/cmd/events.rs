@@ -68,12 +68,12 @@ fn print_journal(run: &Run, follow: bool, format: OutputFormat) -> diagnostic::R
     }
 }
 
-/// Converts a line of the journal (the events of a run on disk) to version `format` of the event
-/// schema, and adds a line end. A line that this version cannot read, such as half a line after a
-/// crash, stays unchanged.
+/// Converts one event line of a run's journal to the event schema version that `format` selects,
+/// and appends a newline. A line that this version cannot read, such as half a line after a crash,
+/// stays unchanged.
 fn convert_line_to_schema(line: &str, format: OutputFormat) -> String {
-    /// The part of a journal line (a stored event of a run) that decides whether the line must be
-    /// converted: the version of its event schema.
+    /// The version of the event schema in one line of a run's journal; the other fields of the line
+    /// are not parsed.
     #[derive(Deserialize)]
     struct StoredEvent {
         #[serde(default = "default_schema_number")]

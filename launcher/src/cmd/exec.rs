@@ -126,8 +126,7 @@ async fn request_command_and_copy_output(
     }
 }
 
-/// Sends the request of `launch exec`, to run a command on the host of a rank, to the controller of
-/// the run.
+/// Sends a `launch exec` request, which names a rank and a command, to the controller of the run.
 async fn send_request(writer: &mut OwnedWriteHalf, request: &ExecRequest) -> Result<(), ExecError> {
     let frame = encode_frame(request).map_err(ExecError::Request)?;
     // The error of a connection that the controller has closed is in its last reply.

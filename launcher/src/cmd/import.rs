@@ -107,8 +107,7 @@ fn read_document(file: &Path, syntax: DocumentSyntax) -> diagnostic::Result<Docu
     Document::read(file, syntax).map_err(|error| invalid_config_error(&name, vec![error]))
 }
 
-/// Combines the mistakes in the configuration `name` into one error, which has each mistake as a
-/// detail.
+/// Combines all mistakes in the configuration `name` into one error that lists each of them.
 fn invalid_config_error(name: &str, mistakes: Vec<Diagnostic>) -> Diagnostic {
     combine_mistakes(command::IMPORT_INVALID, name, mistakes, "no job was written")
 }

@@ -33,8 +33,8 @@ pub(crate) struct JobArgs {
 }
 
 impl JobArgs {
-    /// Returns a request to load the job file of the command line with the overrides (`--set`) of
-    /// the command line.
+    /// Returns a request to load the job file that the command line names, with the overrides of
+    /// its `--set` options.
     pub(crate) fn to_job_load_request(&self) -> JobLoadRequest {
         JobLoadRequest { source: JobSource::File(self.job.clone()), set: self.set.clone() }
     }
@@ -69,8 +69,8 @@ pub(crate) struct PreparedJob {
     pub(crate) warnings: Vec<Diagnostic>,
 }
 
-/// A loaded job with its source text, which gives mistakes that are found later their line and
-/// column in the job file.
+/// A loaded job with its source text, from which errors found later get the line and column of the
+/// wrong key.
 pub(super) struct LoadedJob {
     pub(super) job: JobSpec,
     file: String,
@@ -89,8 +89,7 @@ impl LoadedJob {
         }
     }
 
-    /// Combines several mistakes in the job file into one error, which has each mistake as a
-    /// detail.
+    /// Combines several mistakes in the job file into one error that lists each of them.
     pub(super) fn create_invalid_job_error(&self, mistakes: Vec<Diagnostic>) -> Diagnostic {
         invalid_job_error(&self.file, self.add_mistake_locations(mistakes))
     }
@@ -171,9 +170,9 @@ pub(super) fn discover_inventory() -> diagnostic::Result<HostInventory> {
     })
 }
 
-/// Describes the host `target` for a plan that is made before any agent has reported the hardware
-/// of its host. At that time, only the inventory of this machine is known, so the inventory of any
-/// other host is empty.
+/// Describes the host `target` for a plan that is made before the hosts' agents run and report
+/// their hardware. At that time, only the inventory of this machine is known, so the inventory of
+/// any other host is empty.
 pub(super) fn build_planning_host(target: &HostTarget, local: &HostInventory) -> JobHost {
     let inventory = if target.local { local.clone() } else { HostInventory::unknown(&target.name) };
     let (name, selected_slots) = (target.name.clone(), target.selected_slots.clone());

@@ -80,8 +80,8 @@ pub(crate) fn run(args: LogsArgs, _context: &CommandContext) -> diagnostic::Resu
     Ok(protocol::exit::DONE)
 }
 
-/// Prints log files of a run: those of the selected ranks, filtered by `--grep` and `--since`, and
-/// followed while they grow.
+/// The state of `launch logs`: the selected ranks, the filters of the command line, and the log
+/// files that are open.
 struct LogViewer<'a> {
     run: &'a Run,
     directory: PathBuf,
@@ -101,8 +101,9 @@ struct LogViewer<'a> {
 }
 
 impl<'a> LogViewer<'a> {
-    /// Creates a viewer for the log files of a run, which has not opened any file yet. Fails if the
-    /// pattern of `--grep` is invalid, or if the run does not have a rank of `--rank`.
+    /// Creates a viewer for the log files of a run, with the rank and text filters of the command
+    /// line. Fails if the pattern of `--grep` is invalid, or if the run does not have a rank of
+    /// `--rank`.
     fn new(run: &'a Run, args: &LogsArgs) -> diagnostic::Result<Self> {
         let pattern = args.grep.as_deref().map(Regex::new).transpose();
         let pattern = pattern.map_err(|e| {
@@ -222,8 +223,8 @@ impl<'a> LogViewer<'a> {
         logs.into_iter().map(|(rank, files)| (rank, sorted(files))).collect()
     }
 
-    /// Prints the rotated log files of a rank, and opens the newest file for reading, which may
-    /// still grow. `files` are sorted from the oldest to the newest.
+    /// Prints the older (rotated) log files of a rank, and opens the newest one, whose lines are
+    /// printed later. `files` are sorted from the oldest to the newest.
     fn print_rotated_and_open_newest_log(&mut self, rank: Rank, files: &[PathBuf]) -> diagnostic::Result<()> {
         for file in files {
             let end = fs::metadata(file).map_or(0, |m| m.len());
@@ -279,8 +280,8 @@ fn unreadable_log_error(file: &Path, error: &io::Error) -> Diagnostic {
     path_error(command::RUN_FILE_UNREADABLE, "cannot read", file, error)
 }
 
-/// Parses the name of a log file: `rank-3.log.2` is rank 3's log from two rotations ago. Returns
-/// the rank and the number of rotations, or `None` if the file is not a log.
+/// Parses the name of a log file, such as `rank-3.log.2` for the log of rank 3 after two rotations.
+/// Returns the rank and the number of rotations, or `None` if the file is not a log.
 fn parse_log_name(name: &str) -> Option<(Rank, u32)> {
     let (rank, rest) = name.strip_prefix("rank-")?.split_once(".log")?;
     let rotations = match rest {

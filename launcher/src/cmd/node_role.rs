@@ -1,6 +1,5 @@
-//! [`NodeRole`]: whether this process runs a job alone, controls other nodes on which the user also
-//! starts launch (nodes that join), or is one of these nodes. The options and the environment
-//! variables of the process decide.
+//! [`NodeRole`]: the role of this process, which is to run a job alone, to control nodes that join,
+//! or to join node 0. The options and the environment variables of the process decide.
 use super::job_preparation::{JobLoadRequest, LoadedJob};
 use crate::cluster::{NodeEnvironment, detect_node_environment, find_host_provider, is_own_address};
 use clap::Args;
@@ -52,8 +51,8 @@ impl NodeArgs {
     }
 }
 
-/// The role of this process: it runs a job alone, controls other nodes on which the user also
-/// starts launch (nodes that join), or is one of these nodes.
+/// The role of this process, which runs a job alone, controls the nodes that join, or joins the run
+/// of node 0.
 #[derive(Debug)]
 pub(super) enum NodeRole {
     /// This process controls the job, on the hosts that the job names.
@@ -188,8 +187,8 @@ impl NodeSettings {
         Ok(NodeSettings { nodes, node_rank, rendezvous, key_file })
     }
 
-    /// Determines from the settings whether this process controls the nodes that join or is one of
-    /// these nodes, and adds the settings as job keys to the request to load the job.
+    /// Decides whether this process is node 0 or joins node 0, and adds the node settings as
+    /// overrides to the request for the job.
     fn into_role(self, mut request: JobLoadRequest) -> diagnostic::Result<NodeRole> {
         let NodeSettings { nodes, node_rank, rendezvous, key_file } = self;
         let mut set = |key: &str, value: String| request.set.push(format!("{key}={value}"));

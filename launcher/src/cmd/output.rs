@@ -18,8 +18,7 @@ pub(crate) struct OutputFormat {
     pub(crate) schema: EventSchema,
 }
 
-/// Returns the exit code of a command: the one in its result or, after printing the error, the exit
-/// code that belongs to the error.
+/// Returns the exit code of a finished command, after printing the error if the command has failed.
 pub(crate) fn report_error_of_result(result: diagnostic::Result<u8>, format: OutputFormat) -> u8 {
     result.unwrap_or_else(|error| report_error(&error, format))
 }
@@ -84,13 +83,13 @@ pub(crate) fn output_error(error: &io::Error) -> Diagnostic {
     Diagnostic::error(command::OUTPUT_FAILED, "cannot write to standard output").with_cause(error)
 }
 
-/// Combines the mistakes in a job file into one error, which has each mistake as a detail.
+/// Combines all mistakes in a job file into one error that lists each of them.
 pub(crate) fn invalid_job_error(file: &str, mistakes: Vec<Diagnostic>) -> Diagnostic {
     combine_mistakes(job::JOB_INVALID, file, mistakes, "nothing was started")
 }
 
-/// Combines the mistakes in a file into one error with the code `code`, which has each mistake as a
-/// detail. `consequence` is the end of the message.
+/// Combines all mistakes in a file into one error with the code `code` that lists each mistake.
+/// `consequence` is the end of the message.
 pub(super) fn combine_mistakes(
     code: Code,
     file: &str,

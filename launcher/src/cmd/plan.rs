@@ -217,9 +217,9 @@ pub(crate) fn render_text(p: &PreparedJob) -> String {
     text
 }
 
-/// Computes the host memory, the network traffic and the time that the copies of the training state
-/// in hosts' memory (`checkpoint.memory`) cost, or returns `None` for a job without such copies.
-/// Measures the memory of this machine.
+/// Computes what memory copies of the training state (`checkpoint.memory`) cost in host memory,
+/// network traffic and time, or returns `None` without such copies. Measures the memory of this
+/// machine.
 fn compute_memory_copy_cost(p: &PreparedJob) -> Option<(MemoryCopyCost, MemoryCopyTime)> {
     let workers: Vec<usize> = p.plan.host_plans.iter().map(|plan| plan.workers.len()).collect();
     let state_bytes = &p.preflight.as_ref()?.state_bytes;

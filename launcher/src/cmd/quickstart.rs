@@ -1,5 +1,5 @@
-//! `launch quickstart`: writes a job file that trains a small model, and its training text, so that
-//! launch can be tried without any other file.
+//! `launch quickstart`: writes a job file for a small model and the text to train on, so that a
+//! user can try launch without other files.
 use super::{
     context::CommandContext,
     output::{path_error, print_json, print_line},
@@ -15,14 +15,14 @@ use std::{
 
 /// The text of the example job in the repository, which trains on the files of the repository.
 const EXAMPLE_JOB_TEXT: &str = include_str!("../../../configs/quickstart.yaml");
-/// The first key of the example job, from which on the example is copied, without the comments
-/// before the key.
+/// The first line of the example job that `launch quickstart` copies, which follows the comments at
+/// the beginning.
 const FIRST_JOB_KEY: &str = "name: quickstart\n";
-/// The beginning of the line of the example job that names the training files, which `launch
-/// quickstart` replaces by its training text.
+/// The start of the example job's line with the training files, which `launch quickstart` replaces
+/// by a line with its text file.
 const FILES_LINE_PREFIX: &str = "    files: ";
-/// The beginning of the line of the example job with the share of the text that is held out for
-/// evaluations, which `launch quickstart` replaces by a larger share.
+/// The start of the example job's line with the held-out share, which `launch quickstart` replaces
+/// by a line with a larger share.
 const HELD_OUT_LINE_PREFIX: &str = "    held_out: ";
 /// The name of the job file that `launch quickstart` writes.
 const JOB_FILE: &str = "job.yaml";

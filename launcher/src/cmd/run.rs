@@ -188,8 +188,8 @@ fn build_job_load_request(args: &RunArgs) -> diagnostic::Result<JobLoadRequest> 
     Ok(JobLoadRequest { source: build_program_job(&words, &choose_worker_count(args)), set })
 }
 
-/// Returns the number of workers per host of a program: `--workers`, the default of torchrun's
-/// option `--nproc-per-node` in the environment, or 1.
+/// Returns the number of workers per host from `--workers`, from the environment variable
+/// `PET_NPROC_PER_NODE`, or 1 as the default.
 fn choose_worker_count(args: &RunArgs) -> WorkerCount {
     let Some(workers) = args.workers else {
         let value = std::env::var(env::PET_NPROC_PER_NODE).unwrap_or_default();
@@ -352,9 +352,9 @@ fn read_overrides_from_stdin(args: &RunArgs) -> diagnostic::Result<Vec<String>> 
     Ok(text.split('\0').map(str::to_owned).collect())
 }
 
-/// Parses the internal option `--detached RUN:FD`, by which `launch run --detach` passes the run ID
-/// and an inherited pipe to the controller that it starts. Returns the ID of the run, and the
-/// inherited pipe through which the controller reports that the job has started.
+/// Parses the internal option `--detached RUN:FD`, with the run ID and a pipe inherited from
+/// `launch run --detach`. Returns the ID of the run, and the inherited pipe through which the
+/// controller reports that the job has started.
 pub(super) fn parse_detached_option(text: &str) -> diagnostic::Result<(RunId, StartNotifier)> {
     let invalid = || {
         let message = "`--detached` is an internal option of launch";
@@ -429,7 +429,7 @@ fn run_controller(
     Ok(controller::run_job(request, options))
 }
 
-/// Finds the implementation that knows the hosts of a job: a list of hosts, Slurm, or nodes that
+/// Returns the source of the job's list of hosts, such as a hostfile, Slurm, or the nodes that
 /// join.
 pub(super) fn find_cluster(job: &JobSpec) -> diagnostic::Result<&'static dyn Cluster> {
     cluster::find_host_provider(job).map_err(build_hosts_error)
@@ -455,9 +455,8 @@ fn draw_random_bits() -> u16 {
     RandomState::new().hash_one(std::process::id()) as u16
 }
 
-/// Prints, as JSON lines, the events that the journal (the file of events) has about a detached run
-/// that ended before its workers ran. If the controller did not record its end, prints that it
-/// ended with `exit_code`.
+/// Prints, as JSON lines, the journal events of a detached run that ended before its workers ran.
+/// If the controller did not record its end, prints that it ended with `exit_code`.
 fn print_recorded_events(run_dir: &Path, exit_code: u8, elapsed: Duration, format: OutputFormat) {
     let journal = fs::read_to_string(run_dir.join("events.jsonl")).unwrap_or_default();
     let events: Vec<Event> = journal.lines().filter_map(|line| Event::from_json(line).ok()).collect();

@@ -102,8 +102,8 @@ impl<S: AsyncRead + Unpin> EncryptedStream<S> {
     }
 }
 
-/// Encrypts the bytes `text` as one record (a piece of the encrypted stream), whose number `number`
-/// in the stream is the nonce. Fails if `text` is longer than [`MAX_PLAINTEXT_BYTES`].
+/// Encrypts the bytes `text` as one record of the encrypted stream, with the record number `number`
+/// as the nonce. Fails if `text` is longer than [`MAX_PLAINTEXT_BYTES`].
 fn encrypt_record(keys: &StatelessTransportState, number: u64, text: &[u8]) -> io::Result<Vec<u8>> {
     let mut record = vec![0; HEADER_BYTES + text.len() + TAG_BYTES];
     let (header, ciphertext) = record.split_at_mut(HEADER_BYTES);
@@ -136,9 +136,9 @@ impl<R> EncryptedReader<R> {
 }
 
 impl<R: AsyncRead + Unpin> EncryptedReader<R> {
-    /// Reads further bytes of the next record (an encrypted piece of the stream) into the reader's
-    /// buffer, and is ready when the record is complete. Returns false if the stream ends between
-    /// two records. Fails if the stream ends within a record.
+    /// Polls the underlying stream for bytes until the buffer contains one complete encrypted
+    /// record. Returns false if the stream ends between two records. Fails if the stream ends
+    /// within a record.
     fn poll_record(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<bool>> {
         loop {
             let length = match self.record.first_chunk::<HEADER_BYTES>() {
@@ -182,8 +182,8 @@ impl<R: AsyncRead + Unpin> EncryptedReader<R> {
     }
 }
 
-/// Builds the error that a record (an encrypted piece of the stream) was altered on its way,
-/// because it cannot be decrypted.
+/// Builds the error for a record of the encrypted stream that cannot be decrypted because it was
+/// altered.
 fn build_altered_record_error() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "the encrypted data were altered on the way")
 }

@@ -34,9 +34,8 @@ pub(super) const BATCH_BYTES: usize = 64 << 10;
 /// The last message of a connection is `Ok(None)` if the stream ended, or an error.
 pub(crate) type InboxSender<K, T> = mpsc::Sender<(K, Result<Option<T>, FrameError>)>;
 
-/// Reads messages from the stream of a control connection, and puts each with the connection's id
-/// `sender` into the channel `inbox`, until the stream ends or fails. Waits while the inbox is
-/// full.
+/// Receives the messages of one control connection and puts each into the channel `inbox`, together
+/// with the connection's id `sender`. Waits while the inbox is full.
 pub(crate) async fn read_frames<K, R, T>(sender: K, stream: R, inbox: InboxSender<K, T>)
 where
     K: Clone,
@@ -111,18 +110,18 @@ impl<T> Clone for Outbox<T> {
 }
 
 impl<T> Outbox<T> {
-    /// Creates the queue of a control connection: the end into which messages are put, and the end
-    /// from which [`write_frames`] takes the messages to send them.
+    /// Creates the send queue of a control connection, and returns both ends: one for senders and
+    /// one for [`write_frames`].
     pub(crate) fn channel() -> (Self, mpsc::Receiver<T>) {
         let (queue, receiver) = mpsc::channel(QUEUE_CAPACITY);
         (Outbox { queue, overflow: VecDeque::new() }, receiver)
     }
 
-    /// Puts a message into the queue of the control connection, or drops the message if the queue
-    /// has too few free places for its priority. Keeps a critical message in the overflow buffer
-    /// while the queue is full. Returns `false` if the message was dropped, because the queue (and
-    /// for a critical message the overflow buffer) is too full for its priority, or because the
-    /// connection has ended. Never blocks.
+    /// Queues a message for sending on the control connection, or drops the message if the queue is
+    /// too full for its priority. Keeps a critical message in the overflow buffer while the queue
+    /// is full. Returns `false` if the message was dropped, because the queue (and for a critical
+    /// message the overflow buffer) is too full for its priority, or because the connection has
+    /// ended. Never blocks.
     pub(crate) fn send_message(&mut self, priority: MessagePriority, message: T) -> bool {
         self.flush_overflow();
         let reserved = match priority {
@@ -140,14 +139,14 @@ impl<T> Outbox<T> {
         fits
     }
 
-    /// Returns whether the queue of the connection has a free place for a report (a message that
-    /// the agent keeps until a controller has it), and places for critical messages after it.
+    /// Returns whether the send queue has more free places than those reserved for critical
+    /// messages, so that a report fits.
     pub(crate) fn has_space_for_report(&self) -> bool {
         self.overflow.is_empty() && self.queue.capacity() > PLACES_RESERVED_FOR_CRITICAL
     }
 
-    /// Waits until the queue of the connection has a free place for a report (a message that the
-    /// agent keeps until a controller has it), or until the connection has ended. Cancel-safe.
+    /// Waits until the send queue of the connection has a free place for an agent's report, or
+    /// until the connection has ended. Cancel-safe.
     pub(crate) async fn wait_for_space_for_report(&self) {
         // The permits are returned at once; only the wait matters.
         _ = self.queue.reserve_many(PLACES_RESERVED_FOR_CRITICAL + 1).await;

@@ -40,8 +40,7 @@ const NOISE_PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 const EMPTY_MESSAGE_BYTES: usize = 48;
 /// The length, in bytes, of the longest name of a host in a handshake.
 const MAX_NAME_BYTES: usize = 255;
-/// The first word of an invitation (the line by which an agent finds its controller), which names
-/// the protocol and its version.
+/// The first word of an invitation line, which names the protocol and its version.
 const INVITATION_PREFIX: &str = "launch-join-1";
 
 /// The secret key that a controller and its agents share, by which each recognizes that the other
@@ -61,8 +60,8 @@ impl HandshakeKey {
         read_random_bytes().map(HandshakeKey)
     }
 
-    /// Derives a handshake key from a secret text of any length; the text `purpose` makes the keys
-    /// for different purposes differ.
+    /// Derives a handshake key from a secret text; one secret gives different keys for different
+    /// values of `purpose`.
     pub(crate) fn derive_from_secret(purpose: &str, secret: &[u8]) -> HandshakeKey {
         HandshakeKey(blake3::derive_key(purpose, secret))
     }
@@ -183,8 +182,8 @@ fn read_random_bytes() -> io::Result<[u8; 32]> {
     Ok(bytes)
 }
 
-/// The secret key and the addresses by which an agent connects to its controller, which the agent
-/// reads as one line from its standard input.
+/// An agent's invitation: the key of the run and the controller's addresses, in one line that the
+/// agent reads from standard input.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Invitation {
     /// The key with which the agent proves that it belongs to the job.
@@ -278,8 +277,8 @@ where
     Ok(VerifiedControllerStream(EncryptedStream::new(stream, handshake.into_stateless_transport_mode()?)))
 }
 
-/// A connection whose controller has proved that it holds the key of the run, while the agent has
-/// not yet sent its own proof.
+/// A connection on which the controller has proved that it holds the key of the run, but the agent
+/// has not.
 pub(crate) struct VerifiedControllerStream<S>(EncryptedStream<S>);
 
 impl<S: AsyncWrite + Unpin> VerifiedControllerStream<S> {
@@ -309,8 +308,8 @@ where
     answer_agent(stream, handshake).await.map(|stream| (stream, name))
 }
 
-/// Performs node 0's side of the handshake with a node that wants to join, in which both prove that
-/// they hold the key. An agent that has another key receives an answer, from which it learns that
+/// Performs node 0's side of the handshake with a joining node, in which both nodes prove that they
+/// hold the shared key. An agent that has another key receives an answer, from which it learns that
 /// the keys differ. So a process that dialed the address by itself reports the cause.
 pub(crate) async fn authenticate_node<S>(
     mut stream: S,
@@ -362,8 +361,8 @@ where
     Ok((handshake, name))
 }
 
-/// Answers an agent's first message of the handshake, and reads the agent's proof that it has read
-/// the answer.
+/// Sends the controller's message of the handshake to an agent, and checks the final proof that the
+/// agent holds the key.
 async fn answer_agent<S>(
     mut stream: S,
     mut handshake: HandshakeState,

@@ -11,9 +11,9 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 /// The largest number of TCP connections that the kernel queues until this process accepts them.
 const MAX_BACKLOG: u32 = 4096;
 
-/// Opens a TCP listener for agents at each of `addresses`, which are addresses of this machine,
-/// with a free port of `ports`. `agents` is the number of agents that will connect. Returns the
-/// listeners and their addresses.
+/// Opens a TCP listener for agents at each IP address in `addresses`, on the first free port that
+/// `ports` permits. `agents` is the number of agents that will connect. Returns the listeners and
+/// their addresses.
 pub(crate) fn open_listeners(
     addresses: &[IpAddr],
     ports: PortSelection,
@@ -28,9 +28,8 @@ pub(crate) fn open_listeners(
     addresses.iter().map(open).collect()
 }
 
-/// Opens a TCP listener at `address` whose backlog (connections that wait to be accepted) has space
-/// for all agents of a job. Port 0 stands for any free port. The function must be called within a
-/// runtime.
+/// Opens a TCP listener at `address` with a backlog for simultaneous connections of all `agents`
+/// agents of a job. Port 0 stands for any free port. The function must be called within a runtime.
 fn open_listener(address: SocketAddr, agents: usize) -> io::Result<TcpListener> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
     if address.port() != 0 {

@@ -1,5 +1,5 @@
-//! The tree of agents, in which the controller is connected only with some of the agents, and these
-//! carry the byte streams between the controller and the others.
+//! The tree of agents, in which some agents connect to the controller and pass on the byte streams
+//! of all others.
 //!
 //! A *link* connects two neighbours of the tree. It carries frames ([`TreeFrame`]) of many streams.
 //! Each agent is the end of one stream, and passes the frames of the streams below it on. A stream
@@ -11,8 +11,8 @@ mod local_stream;
 mod resumable_stream;
 mod router;
 
-/// The number of heartbeats that each side of a connection between neighbours in the tree sends
-/// within the time after which a silent connection counts as broken.
+/// The number of heartbeats that each end of a tree connection sends within the longest permitted
+/// silence.
 pub(crate) const HEARTBEATS_PER_LEASE: u32 = 5;
 
 pub(crate) use frame::{MAX_TREE_FRAME_BYTES, StreamId, TreeFrame, TreeParent, TreeSetup};

@@ -12,8 +12,8 @@ use protocol::control::{HostInventory, HostPlan, RendezvousRequest};
 use std::net::{IpAddr, Ipv4Addr};
 use tokio::sync::mpsc;
 
-/// The inventories (hardware and environment) of the hosts that agents have sent, and the
-/// environment variables that the user has set for all hosts.
+/// The inventories (hardware and environment) that the agents of all hosts have reported, and
+/// environment variables that apply to every host.
 pub(super) struct HostInventories {
     /// Names and values of variables in the controller's environment, such as `OMP_NUM_THREADS`.
     /// They apply to every host, except those that select visible GPUs, which each host sets
@@ -42,9 +42,9 @@ impl HostInventories {
         }
     }
 
-    /// Describes the hosts with the indices `hosts`, in this order, for the planning of an attempt:
-    /// name, slots (places for workers) and inventory. `targets` holds all hosts of the run, by
-    /// index. Leaves out hosts without an inventory.
+    /// Describes the hosts of a new attempt by name, slots and inventory, in the order of the
+    /// indices `hosts`. `targets` holds all hosts of the run, by index. Leaves out hosts without an
+    /// inventory.
     pub(super) fn build_job_hosts(&self, targets: &[HostTarget], hosts: &[HostIndex]) -> Vec<JobHost> {
         let job_host = |host: &HostIndex| {
             let target = targets.get(*host)?;
@@ -73,8 +73,8 @@ impl HostInventories {
     }
 }
 
-/// The result of planning an attempt, which is one start of all workers: a plan that is complete
-/// except for the rendezvous port, or an error.
+/// The result of planning an attempt: the plan of all workers without the rendezvous port, or the
+/// error that prevents it.
 pub(super) struct AttemptPlanningResult {
     pub(super) attempt: u32,
     /// The hosts of the attempt, in the order of ranks.
@@ -92,9 +92,9 @@ pub(super) struct AttemptPreparation {
 }
 
 impl AttemptPreparation {
-    /// Creates the preparation of an attempt from its plan, with the request to bind the rendezvous
-    /// port (`MASTER_PORT`), which an agent will execute. `allowed` are the addresses from which
-    /// clients may connect to the rendezvous. Binds nothing.
+    /// Creates the preparation of an attempt from its plan, and builds the request that later makes
+    /// an agent bind `MASTER_PORT`. `allowed` are the addresses from which clients may connect to
+    /// the rendezvous. Binds nothing.
     pub(super) fn new(job: &JobSpec, plan: Plan, allowed: &[IpAddr]) -> Self {
         let address = plan.master_address.unwrap_or(Ipv4Addr::LOCALHOST.into());
         let port = if let MasterPort::Fixed(number) = job.cluster.master_port { number } else { 0 };
@@ -119,8 +119,7 @@ impl AttemptPreparation {
     }
 }
 
-/// Returns, for each host of a plan, what the controller's state machine needs to know about the
-/// workers there.
+/// Returns the log file path of each worker in a plan, grouped by host.
 pub(super) fn group_workers_by_host(plan: &Plan) -> Vec<Vec<PlannedWorker>> {
     let host_workers =
         |host: &HostPlan| host.workers.iter().map(|w| PlannedWorker { log: w.log.clone() }).collect();

@@ -11,8 +11,8 @@ use std::collections::VecDeque;
 /// later controller), in bytes of JSON.
 const MAX_MEMO_EVENT_BYTES: usize = 16 << 10;
 
-/// Numbers the events of a run's controllers, and keeps the events that the journal of the run (its
-/// file of events) may not contain yet.
+/// The number of the run's newest controller event, and the controller events that are not known to
+/// be in the journal yet.
 #[derive(Debug, Default)]
 pub(crate) struct ControllerEvents {
     /// The number of the newest event.
@@ -22,9 +22,9 @@ pub(crate) struct ControllerEvents {
 }
 
 impl ControllerEvents {
-    /// Sets the number of the newest controller event of the run to `newest` after a takeover, so
-    /// that this controller's events get the following numbers. `unstored` are the events of
-    /// earlier controllers that the journal lacks, oldest first.
+    /// Continues the numbering of controller events after a takeover, so that the next event of
+    /// this controller gets the number `newest` + 1. `unstored` are the events of earlier
+    /// controllers that the journal lacks, oldest first.
     pub(crate) fn continue_numbering_after(
         &mut self,
         newest: u64,
@@ -67,9 +67,9 @@ impl ControllerEvents {
         }
     }
 
-    /// Returns the events that the journal (the file of the run's events) does not contain yet, for
-    /// the state of the run that agents keep for a later controller. Leaves out events that would
-    /// make the memo too large.
+    /// Returns the controller events that the journal lacks, for the memo, which is the run's state
+    /// that agents keep for a later controller. Leaves out events that would make the memo too
+    /// large.
     pub(crate) fn collect_unstored(&self) -> Vec<UnstoredEvent> {
         let mut free = MAX_MEMO_EVENT_BYTES;
         let fits = |(_, bytes): &&(UnstoredEvent, usize)| {

@@ -1,5 +1,5 @@
-//! [`ControllerIdentity`]: proves to agents that a process is the controller of the run, or a newer
-//! controller of it.
+//! [`ControllerIdentity`]: the key and token with which a controller proves to agents that it may
+//! control their run.
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::{ControllerLossAction, RunSpec};
 use protocol::control::{
@@ -39,9 +39,9 @@ impl ControllerIdentity {
         })
     }
 
-    /// Creates the identity (key, token and time limits) of a controller that takes over a run,
-    /// whose key is `key`, from a lost controller. Agents obey the controller only if `epoch` is
-    /// greater than that of earlier controllers.
+    /// Creates the identity (key, token and time limits) of a controller that takes over a run with
+    /// the existing key `key`. Agents obey the controller only if `epoch` is greater than that of
+    /// earlier controllers.
     pub(super) fn create_for_takeover(
         run: &str,
         settings: &RunSpec,
@@ -69,8 +69,8 @@ impl ControllerIdentity {
         self.on_controller_loss
     }
 
-    /// Builds the request, for the agent on host `host`, to obey this controller from now on or to
-    /// end, as `purpose` determines.
+    /// Builds the request to the agent on host `host` to obey this controller or to end itself, as
+    /// `purpose` states.
     pub(super) fn build_attach_request(&self, host: &str, purpose: AttachPurpose) -> AttachRequest {
         AttachRequest {
             version: PROTOCOL_VERSION,
@@ -83,8 +83,8 @@ impl ControllerIdentity {
         }
     }
 
-    /// Builds the conditions under which the agent on host `host`, the agent with the number
-    /// `number`, obeys this controller, such as the time limits.
+    /// Builds the rules for the agent with the number `number` on host `host`, such as keys, time
+    /// limits and the controller's token.
     pub(super) fn build_supervision_terms(&self, host: &str, number: u64) -> SupervisionTerms {
         SupervisionTerms {
             run: self.run.clone(),
@@ -100,8 +100,8 @@ impl ControllerIdentity {
     }
 }
 
-/// Creates the token (a number and a random ID) by which agents decide which of several controllers
-/// of a run they obey. `epoch` is the number of the controller within its run.
+/// Creates a controller token (a number and a random ID), by which agents recognize the newest
+/// controller of their run. `epoch` is the number of the controller within its run.
 fn draw_token(epoch: u64) -> diagnostic::Result<ControllerToken> {
     Ok(ControllerToken { epoch, id: u64::from_le_bytes(draw_random_bytes()?) })
 }

@@ -75,9 +75,8 @@ pub(crate) const OUTPUT_TAIL_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long an agent may take to report that its workers ended, counted from the time at which it
 /// sends SIGKILL.
 pub(crate) const AGENT_END_TIMEOUT: Duration = Duration::from_secs(10);
-/// The number of attempts that may fail because of one host before the host is excluded, if the
-/// other hosts are enough for the job. With copies in memory, attempts that brought progress do not
-/// count.
+/// The number of failed attempts that one host may cause before it is excluded, if enough other
+/// hosts remain for the job. With copies in memory, attempts that brought progress do not count.
 pub(crate) const MAX_HOST_FAILURES: u32 = 2;
 
 /// The phase of the current attempt (one start of all workers), such as joining, running or ending.
@@ -327,8 +326,8 @@ impl ControllerCore {
         std::mem::take(&mut self.actions)
     }
 
-    /// Returns the time by which the state machine must be called again even if nothing happens
-    /// ([`ControllerInput::Tick`]), or `None` if no deadline is pending.
+    /// Returns the time of the state machine's next pending deadline, at which it needs a
+    /// [`ControllerInput::Tick`], or `None` without a deadline.
     pub(crate) fn find_next_deadline(&self) -> Option<Duration> {
         let suspect = self.suspect.as_ref().map(|(_, until)| *until);
         let tail = self.unreported_since.map(|since| since + OUTPUT_TAIL_TIMEOUT);
@@ -358,8 +357,8 @@ impl ControllerCore {
         std::mem::take(&mut self.actions)
     }
 
-    /// Calls the handler of an input, such as a message, a signal or the loss of an agent, in every
-    /// phase of a run but its takeover from a lost controller.
+    /// Handles an input, such as a message or the loss of an agent, unless the controller is still
+    /// taking over the run.
     fn handle_run_input(&mut self, now: Duration, input: ControllerInput) {
         match input {
             ControllerInput::Agent(host, message) => {
@@ -415,8 +414,8 @@ impl ControllerCore {
         self.actions.push(ControllerAction::Event(Event::new_notice(None, message)));
     }
 
-    /// Processes every deadline that has passed: the time limit of a silent agent (lease), a
-    /// heartbeat, the current phase, or the pause before the next attempt.
+    /// Acts on all time limits that have expired, such as those of silent agents, heartbeats, the
+    /// current phase and the restart pause.
     fn process_deadlines(&mut self, now: Duration) {
         if self.suspect.as_ref().is_some_and(|(_, until)| now >= *until) {
             self.confirm_suspected_failure(now);
@@ -435,8 +434,8 @@ impl ControllerCore {
         }
     }
 
-    /// Handles a message of a connected agent and, if the message is a report (which the agent
-    /// keeps until it is acknowledged), has it acknowledged once it is stored.
+    /// Handles a message of a connected agent; for a report, also arranges the acknowledgement that
+    /// lets the agent delete it.
     fn handle_report_or_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
         let FromAgent::Report { seq, age_ms, message } = message else {
             return self.handle_agent_message(now, host, message);
@@ -451,8 +450,8 @@ impl ControllerCore {
         }
     }
 
-    /// Informs the agents which of their reports the journal (the file of the run's events)
-    /// contains, so that the agents discard them.
+    /// Informs the agents of the reports that the journal has stored, so that the agents delete
+    /// their copies of these reports.
     fn acknowledge_reports(&mut self, reports: &[ReportId]) {
         for (stream, seq) in reports {
             let host = self.streams.get(stream).copied();

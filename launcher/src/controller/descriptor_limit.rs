@@ -10,14 +10,14 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 /// The number of file descriptors that the controller needs independently of the number of hosts.
 const BASE_DESCRIPTORS: u64 = 96;
 
-/// Returns the number of file descriptors that a controller needs whose connections with agents on
-/// other hosts need `connections` descriptors.
+/// Returns the total number of file descriptors that a controller needs, including `connections`
+/// descriptors for the agents on other hosts.
 pub(crate) fn count_controller_descriptors(connections: u64) -> u64 {
     BASE_DESCRIPTORS + connections
 }
 
-/// Raises this process's soft limit of open files to the hard limit if a job on `hosts` hosts,
-/// whose connections need `connections` descriptors, would exceed it.
+/// Raises this process's soft limit of open files to the hard limit if a job on `hosts` hosts needs
+/// more descriptors.
 pub(super) fn raise_descriptor_limit(hosts: usize, connections: u64) -> diagnostic::Result<()> {
     let failed = |message: &str, error: nix::Error| {
         Diagnostic::error(CONTROLLER_SETUP_FAILED, message.to_owned()).with_cause(&error)

@@ -124,8 +124,8 @@ enum EventLoopEnd {
     Abandoned(AttachFailure),
 }
 
-/// How this controller has lost the control of its run: to another controller, or because its
-/// agents received nothing from it for too long. An agent reports this, or the journal shows it.
+/// How this controller lost its run: another controller has replaced it, or the agents stopped
+/// obeying it after too long a silence. An agent reports this, or the journal shows it.
 #[derive(Clone, Copy, Debug)]
 struct ControllerReplacement {
     /// Whether another controller controls the run. Otherwise the agents obey no controller,
@@ -270,7 +270,8 @@ struct ControllerDriver {
     end: Option<EventLoopEnd>,
 }
 
-/// Builds the settings of what the controller shows to the user, for a run on `hosts` hosts.
+/// Builds the settings for the controller's output to the user, such as the JSON format, for a run
+/// on `hosts` hosts.
 fn build_report_config(
     job: &JobSpec,
     plan: &Plan,

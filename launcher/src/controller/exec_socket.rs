@@ -1,4 +1,5 @@
-//! Accepts the connections of `launch exec` processes at a Unix socket of the controller.
+//! Accepts the connections of `launch exec`, which runs a command on a host of a running job, at a
+//! Unix socket of the controller.
 use super::core::HostIndex;
 use crate::{
     connection::{FrameError, Outbox, read_frames, write_frames},
@@ -28,16 +29,16 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// loop.
 const INBOX_CAPACITY: usize = 64;
 
-/// A `launch exec` process that is connected to the controller: the queue of replies to it, and the
-/// host on which its command runs.
+/// A connected `launch exec` process, with the queue of messages to it and the host on which the
+/// requested command runs.
 pub(super) struct ExecClient {
     pub(super) outbox: Outbox<ExecReply>,
     /// The host on which the command runs; `None` before the command was requested.
     pub(super) host: Option<HostIndex>,
 }
 
-/// An event of a connection between `launch exec` and the controller: a new process, a request, or
-/// its end.
+/// An event from a `launch exec` process at the controller: its new connection, a request, or the
+/// end of the connection.
 pub(super) enum ExecClientEvent {
     /// A client has connected. Replies to it are queued in the outbox.
     Connected(ExecId, Outbox<ExecReply>),
@@ -45,11 +46,12 @@ pub(super) enum ExecClientEvent {
     Request(ExecId, Result<Option<ExecRequest>, FrameError>),
 }
 
-/// A message of a `launch exec` process, with the number of its connection, or the end of this
-/// connection.
+/// A request of a `launch exec` process or the end of its connection, together with the number that
+/// identifies the connection.
 type ExecClientMessage = (ExecId, Result<Option<ExecRequest>, FrameError>);
 
-/// The Unix socket to which `launch exec` processes connect, and the queue of their messages.
+/// The Unix socket at which the controller receives requests of `launch exec` processes to run
+/// commands on hosts of the job.
 pub(super) struct ExecSocket {
     messages: mpsc::Receiver<ExecClientMessage>,
     connections: mpsc::Receiver<(ExecId, Outbox<ExecReply>)>,
@@ -71,8 +73,8 @@ impl ExecSocket {
         Ok(ExecSocket { messages, connections, accepting })
     }
 
-    /// Waits for the next event of a `launch exec` process: its connection, a request, or its end.
-    /// Cancel-safe.
+    /// Waits until a `launch exec` process connects, sends a request or disconnects, and returns
+    /// this event. Cancel-safe.
     pub(super) async fn receive_event(&mut self) -> ExecClientEvent {
         tokio::select! {
             biased;

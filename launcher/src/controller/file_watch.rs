@@ -21,7 +21,8 @@ const POLL_INTERVAL: Duration = Duration::from_secs(5);
 const SETTLE_TIME: Duration = Duration::from_millis(100);
 /// The delay before a file is read again because its content may be partially written.
 const REREAD_DELAY: Duration = Duration::from_millis(500);
-/// How often the content of a changed file is read again because the file changes during the read.
+/// The largest number of times that a changed file is read again because the file changed again
+/// during the read.
 const MAX_REPEATED_READS: u32 = 5;
 /// How long [`watch_file`] waits until the file was read for the first time.
 const FIRST_READ_TIMEOUT: Duration = Duration::from_secs(1);
@@ -123,8 +124,8 @@ async fn send_content_after_changes(
     }
 }
 
-/// The device, inode, modification time (seconds, nanoseconds) and size of a file, at least one of
-/// which differs after a change; `None` if the file does not exist.
+/// The device, inode, modification time and size of a file, which are compared to notice a change;
+/// `None` if the file does not exist.
 type FileFingerprint = Option<(u64, u64, i64, i64, u64)>;
 
 /// Returns the device, inode, modification time and size of a file, by which a change is noticed.
@@ -134,8 +135,8 @@ fn read_fingerprint(path: &Path) -> FileFingerprint {
     Some((metadata.dev(), metadata.ino(), metadata.mtime(), metadata.mtime_nsec(), metadata.size()))
 }
 
-/// Waits until a file stays unchanged for [`SETTLE_TIME`], but at most 20 such intervals. Returns
-/// the fingerprint of the file.
+/// Waits until a changed file has stayed unchanged for [`SETTLE_TIME`], but for no longer than 20
+/// times [`SETTLE_TIME`]. Returns the fingerprint of the file.
 async fn wait_for_settled_fingerprint(path: &Path) -> FileFingerprint {
     let mut before = read_fingerprint(path);
     for _ in 0..20 {
@@ -149,10 +150,9 @@ async fn wait_for_settled_fingerprint(path: &Path) -> FileFingerprint {
     before
 }
 
-/// Reads a file that no longer changes; `fingerprint` is its present inode, modification time and
-/// size. Repeats this, at most [`MAX_REPEATED_READS`] times, if the file changes meanwhile: a
-/// program that replaces the content empties the file first. Returns the fingerprint and the
-/// content.
+/// Reads a watched file after a change, when the file has stayed unchanged for a while. Repeats
+/// this, at most [`MAX_REPEATED_READS`] times, if the file changes meanwhile: a program that
+/// replaces the content empties the file first. Returns the fingerprint and the content.
 async fn read_settled_content(
     path: &Path,
     limit: u64,

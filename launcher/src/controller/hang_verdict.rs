@@ -1,5 +1,5 @@
-//! [`find_hang_verdict`]: finds out which ranks of a job that hangs hold up the others, from what
-//! agents have collected (stacks, counters of collectives, GPU errors). This module does no I/O.
+//! Finds out which ranks of a hanging job block the others, from the stacks, collective counters
+//! and GPU errors that agents have collected. This module does no I/O.
 //! [`describe_verdict`](super::hang_verdict_text::describe_verdict) formats the result.
 //!
 //! A rank is blocked if it has entered a collective that is not complete. It waits for the ranks of
@@ -26,18 +26,18 @@ const EQUAL_INPUT_COLLECTIVES: [&str; 9] = [
     "reduce_scatter",
     "_reduce_scatter_base",
 ];
-/// The part of a source file's path by which a function of torch's collectives is recognized in a
-/// stack.
+/// The text in a source path of a stack frame that shows that a rank is inside a function of
+/// `torch.distributed`.
 const TORCH_COLLECTIVE_PATH_PART: &str = "/torch/distributed/";
 /// Parts of the paths of source files that belong to Python or its libraries and not to the user's
 /// program.
 const LIBRARY_PATH_PARTS: [&str; 3] = ["/lib/python", "/lib64/python", "<frozen "];
 
-/// The largest number of GPU errors of one rank that the verdict about a hang contains.
+/// The largest number of GPU errors of one rank that the analysis of a hanging job reports.
 const MAX_GPU_FAULTS: usize = 8;
 
-/// The first collective of a process group that is not complete, and which ranks of the group have
-/// entered it.
+/// The first incomplete collective of a process group, with the ranks that have and have not
+/// entered this collective.
 struct PendingCollective<'a> {
     group: &'a str,
     seq: i64,
@@ -46,8 +46,8 @@ struct PendingCollective<'a> {
     undetermined: BTreeSet<Rank>,
 }
 
-/// Finds out which ranks of a job that hangs hold up the others, and why. `evidence` is what is
-/// known about each rank, one item per rank.
+/// Finds out which ranks of a hanging job keep the other ranks waiting, and why. `evidence` is what
+/// is known about each rank, one item per rank.
 pub(super) fn find_hang_verdict(evidence: &[RankEvidence]) -> HangVerdict {
     let ranks: BTreeMap<Rank, &RankEvidence> = evidence.iter().map(|e| (e.rank, e)).collect();
     let pending = find_pending_collectives(&ranks);
@@ -114,9 +114,9 @@ fn find_pending_collectives<'a>(ranks: &BTreeMap<Rank, &'a RankEvidence>) -> Vec
     groups.into_iter().map(build).collect()
 }
 
-/// Finds the process groups of built-in training in which some ranks have entered a collective that
-/// other ranks have not entered. A rank does not know whether its GPU has completed a collective,
-/// but a collective that a rank has not entered is not complete.
+/// Finds the process groups in which some ranks have entered a collective that other ranks have not
+/// entered, in training without a user program. A rank does not know whether its GPU has completed
+/// a collective, but a collective that a rank has not entered is not complete.
 fn find_pending_builtin_collectives<'a>(
     ranks: &BTreeMap<Rank, &'a RankEvidence>,
 ) -> BTreeMap<(&'a str, &'a [Rank]), i64> {
@@ -172,7 +172,8 @@ fn find_last_entered_collective_seq(evidence: &RankEvidence, group: &str) -> Opt
     counted.max(recorded)
 }
 
-/// Returns whether the main thread of a rank is in a function of torch's collectives, by its stack.
+/// Returns whether the main thread of a rank is inside a function of `torch.distributed`, as the
+/// thread's stack shows.
 fn is_in_collective(evidence: &RankEvidence) -> bool {
     evidence.stack.iter().any(|frame| frame.file.contains(TORCH_COLLECTIVE_PATH_PART))
 }
@@ -221,8 +222,8 @@ fn compare_collective_calls(
     (calls.len() > 1).then_some((kind, calls))
 }
 
-/// Describes how the ranks `callers` have called a collective (operation, inputs, place in the
-/// program), from torch's flight recorder and the stack of a rank.
+/// Describes a collective that the ranks `callers` have called: the operation, its inputs, and the
+/// place of the call in the user's program.
 fn build_collective_call(
     callers: Vec<Rank>,
     entry: &CollectiveEntry,
@@ -244,8 +245,8 @@ fn build_collective_call(
     }
 }
 
-/// Describes how the ranks that have entered a pending collective have called it (operation, inputs
-/// and place in the program). Returns `None` if no flight recorder has recorded it.
+/// Describes how ranks have called the collective in which they wait: its operation and inputs, and
+/// the place of the call in the program. Returns `None` if no flight recorder has recorded it.
 fn build_entered_call(
     p: &PendingCollective<'_>,
     ranks: &BTreeMap<Rank, &RankEvidence>,
@@ -254,8 +255,8 @@ fn build_entered_call(
     Some(build_collective_call(p.entered.iter().copied().collect(), entry, ranks))
 }
 
-/// Builds the verdict about a job that hangs in a collective: the ranks that hold up the job, and
-/// what each of them does. Without a collective, all ranks are undetermined.
+/// Builds the result of the analysis of a hanging job: the ranks that block the job, and what each
+/// of them does. Without a collective, all ranks are undetermined.
 fn build_hang_verdict(
     kind: HangKind,
     pending: Option<&PendingCollective<'_>>,
@@ -302,13 +303,15 @@ fn is_blocking_activity(activity: &RankActivity) -> bool {
     matches!(activity, RankActivity::Stopped | RankActivity::Uninterruptible { .. } | RankActivity::Ended)
 }
 
-/// Returns the newest warning of NCCL in what was collected about a rank of a job that hangs.
+/// Returns the newest NCCL warning of one rank of a hanging job, or `None` if the rank has printed
+/// no warning.
 fn find_nccl_warning(evidence: &RankEvidence) -> Option<RankNcclWarning> {
     let text = evidence.nccl_warnings.last()?.clone();
     Some(RankNcclWarning { rank: evidence.rank, text })
 }
 
-/// Lists the GPU errors in what was collected about a rank of a job that hangs.
+/// Lists the GPU driver errors that an agent has collected for one rank of a hanging job, including
+/// errors without a known process.
 fn list_gpu_faults(evidence: &RankEvidence) -> Vec<RankGpuFault> {
     let of_rank = evidence.gpu_faults.iter().map(|fault| (false, fault));
     let of_host = evidence.host_gpu_faults.iter().map(|fault| (true, fault));
@@ -320,7 +323,8 @@ fn list_gpu_faults(evidence: &RankEvidence) -> Vec<RankGpuFault> {
     of_rank.chain(of_host).take(MAX_GPU_FAULTS).map(build).collect()
 }
 
-/// Finds out what a rank of a job that hangs does, and at which place in its program.
+/// Determines what a rank of a hanging job does, such as loading data, and at which place in its
+/// program.
 fn find_rank_activity(rank: Rank, evidence: Option<&RankEvidence>) -> RankPosition {
     let Some(evidence) = evidence else {
         return RankPosition {

@@ -1,5 +1,5 @@
-//! [`describe_verdict`]: formats, as one line for the user, which ranks hold up a job that hangs,
-//! and where they are.
+//! Defines [`describe_verdict`], which describes in one line which ranks of a hanging job keep the
+//! others waiting, and what these ranks do.
 use crate::format::format_ranks;
 use jobspec::ids::Rank;
 use protocol::hang::{
@@ -9,8 +9,8 @@ use protocol::hang::{
 /// The largest number of ranks, calls or errors that the line about a hang lists.
 const MAX_LISTED_ITEMS: usize = 8;
 
-/// Formats the verdict about a job that hangs as one line: first the ranks that hold up the job,
-/// then where they are.
+/// Describes in one line which ranks block a hanging job, and where in their program these ranks
+/// are.
 pub(super) fn describe_verdict(verdict: &HangVerdict) -> String {
     let collective = verdict.collective.as_ref().map_or_else(String::new, |c| {
         let operation = c.operation.as_deref().unwrap_or("a collective");
@@ -64,7 +64,8 @@ pub(super) fn describe_verdict(verdict: &HangVerdict) -> String {
     clauses.join("; ")
 }
 
-/// Formats the different calls of one collective by the ranks of a job that hangs.
+/// Describes how ranks of a hanging job have called a collective in different ways, for example
+/// with different inputs.
 fn format_calls(verdict: &HangVerdict) -> String {
     let describe = |call: &CollectiveCallOfRanks| {
         let CollectiveCallOfRanks { ranks, group, operation, inputs, dtypes, frame } = call;

@@ -16,8 +16,8 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// The largest number of host names that a notice about a changed hostfile lists for one kind of
-/// change. A notice gives only the number of the other hosts.
+/// The largest number of host names that a notice about a changed hostfile lists per category, such
+/// as added hosts. A notice gives only the number of the other hosts.
 const MAX_LISTED_NAMES: usize = 8;
 
 /// The hostfile of a job, with the filters (`include`, `exclude`) that the job applies to it.
@@ -46,7 +46,8 @@ impl FilteredHostfile {
     }
 }
 
-/// What follows from a change of the hostfile: notices for the user, and the new list of hosts.
+/// The result of evaluating a changed hostfile: notices for the user, and the hosts that the run
+/// uses after the change.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct HostfileChange {
     /// Notices that describe the change, or its errors, to the user.
@@ -55,7 +56,8 @@ pub(super) struct HostfileChange {
     pub(super) hosts: Option<ListedHosts>,
 }
 
-/// The hosts that a changed hostfile lists, compared with those that the run already knows.
+/// The hosts of a changed hostfile: the newly added hosts, and for each earlier host whether the
+/// file still lists it.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct ListedHosts {
     /// Hosts that the run did not know before the change.
@@ -116,9 +118,9 @@ impl HostfileWatch {
         }
     }
 
-    /// Compares the new content of the hostfile with `hosts`, the hosts of the run, and stores
-    /// changed slots (numbers of workers) of known hosts in `hosts`. The caller must append the
-    /// added hosts of the result to `hosts`.
+    /// Compares a changed hostfile with `hosts`, the hosts of the run, and updates the number of
+    /// workers of each host whose entry has changed. The caller must append the added hosts of the
+    /// result to `hosts`.
     ///
     /// If the hostfile cannot be read, is not valid or lists too many hosts, the result has a
     /// notice and no hosts, and `hosts` stays unchanged.
@@ -172,9 +174,9 @@ impl HostfileWatch {
         self.replace_listed_hosts(hosts, &new, &in_file, listed, resized)
     }
 
-    /// Stores the new list of hosts in place of the previous one, and returns it with a notice that
-    /// describes the differences. If hosts, slots and addresses are unchanged, the result has
-    /// neither hosts nor notices.
+    /// Remembers which hosts a changed hostfile lists, and returns these hosts with a notice that
+    /// describes the differences for the user. If hosts, slots and addresses are unchanged, the
+    /// result has neither hosts nor notices.
     ///
     /// `hosts` are the hosts that the run knows, and `listed` states for each of them whether the
     /// new list contains it. `new` are the hosts that the run does not know, `in_file` all hosts of

@@ -17,16 +17,16 @@ pub(crate) struct JobFile {
 }
 
 impl JobFile {
-    /// Returns the same job file with an absolute path, for a process with another working
-    /// directory.
+    /// Converts the path of the job file to an absolute path, for use by a process with another
+    /// working directory.
     pub(super) fn with_absolute_path(self) -> JobFile {
         let path = std::path::absolute(&self.path).unwrap_or(self.path);
         JobFile { path, ..self }
     }
 }
 
-/// What follows from a change of the job file: notices for the user, and the new values of keys
-/// that can be reloaded while the job runs.
+/// The result of evaluating a changed job file: notices for the user, and the new values of keys
+/// that can change without a restart.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct JobFileChange {
     /// Notices that describe the change, or its errors, to the user.
@@ -68,11 +68,11 @@ impl JobFileWatch {
         }
     }
 
-    /// Compares the changed job file with `running`, the job that runs, and returns the new values
-    /// that can be applied while the job runs, and notices for the user. Returns the new values of
-    /// keys that can be reloaded, which the caller must apply, and notices for the user. Each
-    /// changed key that is not reloadable is reported in a notice once. A file that cannot be read
-    /// or is not valid results in a notice and no values.
+    /// Compares the changed job file with `running`, the job that is running, to find the values
+    /// that can change without a restart. Returns the new values of keys that can be reloaded,
+    /// which the caller must apply, and notices for the user. Each changed key that is not
+    /// reloadable is reported in a notice once. A file that cannot be read or is not valid results
+    /// in a notice and no values.
     pub(super) fn evaluate_change(
         &mut self,
         running: &JobSpec,
@@ -115,7 +115,8 @@ impl JobFileWatch {
     }
 }
 
-/// A loaded job, the locations of its keys in the job file, and the warnings of loading it.
+/// A job that was loaded from text, with the position of each key in the text and the warnings
+/// about the job.
 type LoadedJob = (JobSpec, SourceMap, Vec<Diagnostic>);
 
 /// Loads a job from the text of its file, and applies the overrides of the command line (`--set`).

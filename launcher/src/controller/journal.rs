@@ -43,18 +43,18 @@ const JOB_FILE_VERSION: u32 = 1;
 /// The interval at which the journal (the files of a run's events and metrics) is synced to the
 /// disk, if it has grown.
 const SYNC_INTERVAL: Duration = Duration::from_secs(1);
-/// The interval at which the modification time of the journal (the run's file of events) is set to
-/// the present, which shows that the controller is alive. `launch ps` derives from this time how
-/// long a run is without a controller.
+/// How often the controller updates the modification time of the journal (the run's file of events)
+/// to show that the controller is alive. `launch ps` derives from this time how long a run is
+/// without a controller.
 const MTIME_UPDATE_INTERVAL: Duration = Duration::from_secs(30);
 /// How long a write to the journal (the run's file of events) may take before the user gets a
 /// notice that the disk stalls.
 const STALL_REPORT_DELAY: Duration = Duration::from_secs(5);
-/// How long the controller waits at the end of a run for the last writes to the journal (the run's
-/// file of events), if the disk is full or stalls.
+/// How long the controller waits at the end of a run for writes to the journal (the run's file of
+/// events) on a stalled disk.
 const JOURNAL_CLOSE_TIMEOUT: Duration = Duration::from_secs(600);
-/// The largest number of messages of the thread that writes the journal (the run's file of events)
-/// that may wait for the controller.
+/// The number of messages of the journal thread about stored agent reports that can wait until the
+/// controller reads them.
 const STORED_REPORT_CHANNEL_CAPACITY: usize = 16;
 
 /// The content of `job.json`: the job of a run, without secrets, and the command that started it.
@@ -89,8 +89,9 @@ pub(super) struct Journal {
     is_deletion_reported: bool,
 }
 
-/// Receives from the journal which reports of agents are now on the disk, so that the agents need
-/// not keep them any longer. An item has the newest stored report of each sequence of reports.
+/// The channel on which the controller learns which reports of agents are on the disk, after which
+/// the agents can delete their copies. An item has the newest stored report of each sequence of
+/// reports.
 pub(super) type StoredReportReceiver = mpsc::Receiver<Vec<ReportId>>;
 
 impl Journal {
@@ -147,8 +148,7 @@ impl Journal {
         });
     }
 
-    /// Creates a journal and starts its thread; the files are set afterwards, after a takeover only
-    /// once they are taken over.
+    /// Creates a journal and starts the thread that writes it, but opens no files yet.
     fn start_without_files(run_dir: &Path) -> io::Result<(Journal, StoredReportReceiver)> {
         let (stored, receiver) = mpsc::channel(STORED_REPORT_CHANNEL_CAPACITY);
         let journal = Journal {
@@ -168,7 +168,8 @@ impl Journal {
         Ok((journal, receiver))
     }
 
-    /// Locks the mutex of the journal's open files; `None` before they are open.
+    /// Locks and returns the open files of the journal, which are `None` until the journal has
+    /// opened them.
     fn lock_open_files(&self) -> MutexGuard<'_, Option<JournalFiles>> {
         self.files.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -186,8 +187,8 @@ impl Journal {
         }
     }
 
-    /// Appends values, such as the usage of hosts, to the event file of TensorBoard; their step is
-    /// the number of seconds since the start of the run. Leaves them out while the disk is full or
+    /// Appends named values, such as the resource usage of hosts, to the TensorBoard event file,
+    /// with the seconds since the run began as the step. Leaves them out while the disk is full or
     /// stalls. Never blocks.
     pub(super) fn append_scalars(&mut self, values: Vec<(String, f64)>, time: f64, seconds: u64) {
         if self.thread.busy_time() < SYNC_INTERVAL {
@@ -197,15 +198,15 @@ impl Journal {
         }
     }
 
-    /// Marks a report of an agent as stored without writing a line, because the report contains no
-    /// event for the journal.
+    /// Records that a report of an agent needs no line in the journal and counts as stored, so that
+    /// the agent can delete its copy.
     pub(super) fn mark_report_stored(&mut self, (stream, seq): ReportId) {
         self.run_with_files(move |files, _| _ = files.unsynced.insert(stream, seq));
         self.is_dirty = true;
     }
 
-    /// Calls `work` on the thread that writes the journal, with the open files and a callback for
-    /// the error of a write that is being repeated. Does nothing if the files are not open.
+    /// Queues `work`, a function that writes to the open journal files, on the thread that writes
+    /// the journal. Does nothing if the files are not open.
     fn run_with_files(
         &self,
         work: impl FnOnce(&mut JournalFiles, &mut dyn FnMut(&io::Error)) + Send + 'static,
@@ -240,9 +241,9 @@ impl Journal {
         });
     }
 
-    /// Begins to find out whether another controller has taken over the journal of the run, and so
-    /// replaced its files. The receiver gets no answer if the files are not open, and a late one if
-    /// the disk stalls.
+    /// Checks, in the background, whether another controller has taken over the run and replaced
+    /// the files of the journal. The receiver gets no answer if the files are not open, and a late
+    /// one if the disk stalls.
     pub(super) fn begin_replacement_check(&self) -> oneshot::Receiver<bool> {
         let (answer, receiver) = oneshot::channel();
         // An error means that the controller waits no longer.
@@ -250,8 +251,8 @@ impl Journal {
         receiver
     }
 
-    /// Begins to write a file in the run directory with what agents have found out about the ranks
-    /// of an attempt that hangs.
+    /// Writes, in the background, a file in the run directory with the stacks and other evidence
+    /// about the ranks of a hanging job.
     pub(super) fn write_hang_file(&self, attempt: u32, file: &HangFile) {
         let name = HangFile::file_name(attempt);
         let (run_dir, text) = (self.run_dir.clone(), serde_json::to_vec_pretty(file));
@@ -277,8 +278,8 @@ impl Journal {
         });
     }
 
-    /// Sets the modification time of the journal's file to the present, so that the run counts as
-    /// active, and finds out whether the file was deleted.
+    /// Sets the modification time of the journal file `events.jsonl` to the present, which shows
+    /// that the run is active.
     fn update_modification_time(&self) {
         let (path, is_deleted) = (self.run_dir.join(journal_files::EVENTS_FILE), self.is_deleted.clone());
         self.run_in_background(move || match File::options().append(true).open(&path) {
@@ -290,9 +291,9 @@ impl Journal {
         });
     }
 
-    /// Performs the periodic work of the journal: requests a sync, updates the modification time,
-    /// and finds out whether the disk stalls. Returns a notice for the user when a stall begins or
-    /// ends, or when the journal was deleted. The caller calls this function about once a second.
+    /// Does the work of the journal that is due about once a second, such as syncing its files, and
+    /// detects a stalled disk. Returns a notice for the user when a stall begins or ends, or when
+    /// the journal was deleted. The caller calls this function about once a second.
     pub(super) fn perform_due_work(&mut self) -> Option<String> {
         let busy = self.thread.busy_time();
         if self.is_dirty && Instant::now() >= self.next_sync && busy < SYNC_INTERVAL {

@@ -1,11 +1,12 @@
-//! [`PeerExchange`]: collects the network addresses of the built-in workers of an attempt, until
-//! all of them are known.
+//! Defines [`PeerExchange`], which collects the network addresses of all workers of a built-in
+//! training (a job without a user program).
 use super::core::host_state::HostIndex;
 use jobspec::ids::Rank;
 use protocol::control::{MAX_ADDRESSES, WorkerAddresses};
 use std::{collections::BTreeMap, net::SocketAddr};
 
-/// The network addresses that the built-in workers of one attempt have reported so far.
+/// The network addresses that workers of a built-in training have reported in the current attempt
+/// (one start of all workers).
 #[derive(Debug)]
 pub(crate) struct PeerExchange {
     attempt: u32,
@@ -14,7 +15,8 @@ pub(crate) struct PeerExchange {
 }
 
 impl PeerExchange {
-    /// Creates an empty collection for the addresses of the `world` workers of an attempt.
+    /// Creates an empty collection for the network addresses of the `world` workers of attempt
+    /// number `attempt`.
     pub(crate) fn new(attempt: u32, world: usize) -> Self {
         PeerExchange { attempt, world, peers: BTreeMap::new() }
     }

@@ -1,12 +1,12 @@
-//! [`ReportId`]: identifies the report of an agent or controller from which a line of the journal
-//! was written. A controller that takes over a run thus knows which lines are already stored, and
-//! neither loses nor repeats a line.
+//! Defines [`ReportId`], the pair of sender number and message number that identifies a message of
+//! an agent or controller in the journal. A controller that takes over a run thus knows which lines
+//! are already stored, and neither loses nor repeats a line.
 
-/// Identifies the report of an agent or controller from which a line of the journal was written:
-/// the number of the sender, and the number of the report among those of the sender. Each agent has
-/// a number. The controllers of a run share the number [`CONTROLLER_REPORT_STREAM`].
+/// Identifies a message of an agent or controller that the journal stores: the number of the
+/// sender, and the sequence number of the message. Each agent has a number. The controllers of a
+/// run share the number [`CONTROLLER_REPORT_STREAM`].
 pub(crate) type ReportId = (u64, u64);
 
-/// The number of the sender under which all controllers of a run report their events; agents have
+/// The sender number that all controllers of a run use for their events in the journal; agents use
 /// other numbers.
 pub(crate) const CONTROLLER_REPORT_STREAM: u64 = 0;

@@ -3,7 +3,8 @@ use super::core::RunOutcome;
 use crate::cluster::BatchJob;
 use diagnostic::quantity::format_count;
 
-/// The decision whether to requeue the batch job, and a notice about it.
+/// Whether a Slurm or Kubernetes job is to be queued again, and the notice to the user that
+/// explains the decision.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct RequeueDecision {
     /// Whether the batch job is requeued.
@@ -12,8 +13,8 @@ pub(super) struct RequeueDecision {
     pub(super) message: String,
 }
 
-/// Decides whether the batch system is asked to queue the batch job again, from the outcome of its
-/// run. Returns `None`, without a notice for the user, unless a host was lost, the time limit of
+/// Decides, from the result of a run, whether Slurm or Kubernetes must queue the run's batch job
+/// again. Returns `None`, without a notice for the user, unless a host was lost, the time limit of
 /// the batch job was near, or the batch system preempts the job (`is_preempted`). Decides against a
 /// requeue if `max_requeues` is reached, or if the run completed no step before the time limit. A
 /// preempted job is always requeued.

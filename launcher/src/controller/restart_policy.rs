@@ -4,21 +4,21 @@ use protocol::exit;
 use serde::{Deserialize, Serialize};
 use std::{fmt, time::Duration};
 
-/// The pause before the first restart of a job, and before a restart after an attempt that has made
-/// progress in the training.
+/// The pause before a job's first restart, and before each restart after training progress was
+/// made.
 pub(crate) const FIRST_RESTART_PAUSE: Duration = Duration::from_secs(1);
-/// The number of restarts in a row without progress after which a job with copies of its training
-/// state in memory is no longer restarted.
+/// The number of restarts in a row without training progress after which a job with in-memory
+/// checkpoints (`checkpoint.memory`) is not restarted again.
 const MAX_RESTARTS_WITHOUT_PROGRESS: u32 = 2;
-/// The longest pause between two attempts. Each restart in a row without progress doubles the
+/// The longest pause before a restart of a job. Each restart in a row without progress doubles the
 /// pause.
 pub(crate) const LONGEST_RESTART_PAUSE: Duration = Duration::from_secs(60);
 /// The largest fraction of a pause by which random jitter shortens or lengthens the pause. The
 /// jitter prevents many jobs from restarting at the same moment.
 pub(crate) const MAX_JITTER: f64 = 0.2;
 
-/// The properties of a failed attempt from which the restart policy decides whether to restart the
-/// job.
+/// The data about a failed attempt (one start of all workers) from which the restart policy
+/// decides, such as the last optimizer step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct AttemptEnd {
     /// The exit code that `launch` would have if the run ended after this attempt.
@@ -147,9 +147,8 @@ impl RestartHistory {
         if self.has_memory_copies { MAX_RESTARTS_WITHOUT_PROGRESS } else { 0 }
     }
 
-    /// Returns whether the attempt that ended with `end` made no progress: it ended at the same
-    /// step as the previous failed attempt, and neither completed a checkpoint. Returns `false` if
-    /// no attempt failed before.
+    /// Returns whether two failed attempts in a row ended at the same training step and saved no
+    /// checkpoint. Returns `false` if no attempt failed before.
     fn is_without_progress(&self, end: AttemptEnd) -> bool {
         self.last.is_some_and(|last| last.step == end.step && !last.saved && !end.saved)
     }

@@ -1,4 +1,5 @@
-//! [`RootCause`]: the first failure of an attempt, from which the others follow.
+//! Defines [`RootCause`], the first failure in one start of all workers, which has caused the later
+//! failures.
 use super::core::host_state::HostIndex;
 use crate::worker_end::{PANIC_EXIT_CODE, WorkerEnd, describe_process_end, format_signal_name};
 use diagnostic::{Diagnostic, codes};
@@ -12,8 +13,8 @@ use protocol::{
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The root cause of a failed attempt (the first failure, from which others follow), or a failure
-/// that may be it.
+/// The first known failure of a worker or agent in a run, with its host and reason, from which
+/// later failures follow.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RootCause {
     pub(crate) host: HostIndex,
@@ -29,7 +30,8 @@ pub(crate) struct RootCause {
 }
 
 impl RootCause {
-    /// Creates a root cause on a host with exit code 1, without a failed rank and diagnostics.
+    /// Creates a root cause from the host, the reason and the message of a failure, with exit code
+    /// 1 and no rank.
     pub(crate) fn new(host: HostIndex, reason: FailureReason, message: impl Into<String>) -> Self {
         RootCause {
             host,
@@ -53,8 +55,8 @@ impl RootCause {
         self
     }
 
-    /// Changes the reason of a process end to a timeout of a collective, because of which torch has
-    /// ended the process. A lack of memory or an error of a GPU remains the reason.
+    /// Changes the failure reason from the end of a process to a collective timeout, which made
+    /// torch end the process. A lack of memory or an error of a GPU remains the reason.
     pub(crate) fn into_collective_timeout(mut self) -> Self {
         if self.is_process_end() {
             self.reason = FailureReason::CollectiveTimeout { verdict: None };
@@ -64,14 +66,14 @@ impl RootCause {
         self
     }
 
-    /// Returns whether the exit code or the signal of a process is all that is known. A lack of
-    /// memory and an error of a GPU are more exact reasons.
+    /// Returns whether only the exit code or the signal of a process is known as the reason of the
+    /// failure. A lack of memory and an error of a GPU are more exact reasons.
     pub(crate) fn is_process_end(&self) -> bool {
         matches!(self.reason, FailureReason::Exit { .. } | FailureReason::Signal { .. })
     }
 
-    /// Changes the reason of a process end to the failure of a peer that was not observed, because
-    /// the process has failed after torch lost the connection to a peer.
+    /// Changes the failure reason to an unobserved failure of a peer, because torch lost its
+    /// connection to the peer.
     pub(crate) fn into_connection_loss(mut self, connection: LostConnection) -> Self {
         self.reason = FailureReason::AbortedByPeer;
         self.message = format!(
@@ -81,7 +83,7 @@ impl RootCause {
         self
     }
 
-    /// Adds an error that explains the reason of the failure.
+    /// Adds a diagnostic, an error that explains the reason of the failure, to this root cause.
     pub(crate) fn with_diagnostic(mut self, diagnostic: Diagnostic) -> Self {
         self.diagnostics.push(diagnostic);
         self
@@ -101,8 +103,8 @@ fn collect_diagnostic_help(diagnostic: &Diagnostic) -> Vec<String> {
     diagnostic.help().iter().cloned().chain(details).collect()
 }
 
-/// Returns the exit code of `launch` for a run that failed because a built-in worker exited for the
-/// reason `exit`.
+/// Returns the exit code of `launch` for a run whose training failed because a worker exited for
+/// the reason `exit`.
 pub(crate) fn to_launch_exit_code(exit: WorkerExit) -> u8 {
     match exit {
         WorkerExit::BadJob => exit::USAGE,
@@ -112,7 +114,7 @@ pub(crate) fn to_launch_exit_code(exit: WorkerExit) -> u8 {
     }
 }
 
-/// Builds the root cause of an attempt's failure from the error that a worker reported before it
+/// Builds the root cause of a failure from the error that a worker reported before the worker
 /// exited.
 pub(crate) fn build_worker_error_cause(
     (host, rank): (HostIndex, Rank),
@@ -134,8 +136,8 @@ pub(crate) fn build_worker_error_cause(
         .with_diagnostic(diagnostic)
 }
 
-/// Builds the root cause of an attempt in which a worker ended because a peer failed, but no
-/// failure of the peer was reported.
+/// Builds the root cause for a worker that ended because another worker failed, although no failure
+/// of another worker was reported.
 pub(crate) fn build_aborted_cause(
     (host, rank): (HostIndex, Rank),
     final_report: Option<(WorkerExit, Diagnostic)>,
@@ -167,8 +169,8 @@ pub(crate) struct WorkerProcessEnd {
 }
 
 impl WorkerProcessEnd {
-    /// Converts the end of a worker's process into the root cause of the attempt's failure, with
-    /// the rank and host of the worker. The exit code of the root cause is 1.
+    /// Converts the end of a worker's process to the root cause of the failure, with the worker's
+    /// rank and host. The exit code of the root cause is 1.
     pub(crate) fn into_root_cause(self, (host, rank): (HostIndex, Rank)) -> RootCause {
         let mut message = match self.oom {
             Some(_) => WorkerEnd::OutOfMemory(self.status).to_string(),
@@ -276,8 +278,8 @@ impl AgentEnd {
         }
     }
 
-    /// Returns the failure reason of an attempt that failed because a host's agent has ended in
-    /// this way.
+    /// Returns the failure reason of the run's attempt (start of all workers) after the agent of a
+    /// host has ended or was lost.
     pub(crate) fn to_failure_reason(&self, agent: AgentLabel<'_>) -> FailureReason {
         let silent_s = match self {
             AgentEnd::NoHello { seconds }

@@ -1,5 +1,5 @@
-//! [`RunRequest`]: a prepared job, with its plan and its hosts, which a controller is to run.
-//! [`RunOptions`] are the options of the run.
+//! Defines [`RunRequest`], everything that a controller needs to run a job: the job, its hosts and
+//! the placement of its workers. [`RunOptions`] are the options of the run.
 use super::{hostfile::FilteredHostfile, job_file::JobFile};
 use crate::{
     cluster::{BatchJob, HostTarget, Transport},
@@ -14,8 +14,8 @@ use protocol::{
     event::EventSchema,
 };
 
-/// A prepared job that a controller is to run: the job, its plan, its hosts and the means to reach
-/// them (the transport).
+/// Everything that a controller needs to run a job: the job, its hosts, the placement of workers,
+/// and the way to start agents.
 pub(crate) struct RunRequest {
     pub(crate) job: JobSpec,
     /// The plan for the declared hosts. Each attempt is planned again with the inventories of its
@@ -32,8 +32,8 @@ pub(crate) struct RunRequest {
     pub(crate) prepare_resume: ResumePreparer,
 }
 
-/// A function that prepares the checkpoint from which a job's program resumes, and passes its path
-/// to the planned workers of an attempt.
+/// A function that prepares the checkpoint from which the user's program resumes, and passes the
+/// checkpoint's path to the planned workers.
 pub(crate) type ResumePreparer = fn(&JobSpec, &mut Plan) -> diagnostic::Result<()>;
 
 /// The options of a controller that do not come from the job: output format, secrets, batch job,
@@ -68,7 +68,8 @@ pub(crate) struct RunOptions {
     pub(crate) hostfile: Option<FilteredHostfile>,
 }
 
-/// What a controller needs to take over a run from a lost controller, such as the key of the run.
+/// The data with which a new controller takes over a run after the loss of the previous controller,
+/// such as the key of the run.
 #[derive(Clone, Debug)]
 pub(crate) struct AttachOptions {
     /// The key of the run.

@@ -23,11 +23,11 @@ const KEPT_USAGES_PER_HOST: usize = 4;
 const MAX_STRAGGLERS: usize = 16;
 /// The largest number of workers and of GPUs of a host whose usage is kept.
 const MAX_WORKERS_OR_GPUS_PER_HOST: usize = 1024;
-/// The smallest share of the time for which a CPU quota must stop a slow rank to count as the
-/// reason of the slowness.
+/// The smallest share of a measuring interval, from 0 to 1, for which a CPU quota must stop a slow
+/// rank to explain its slowness.
 const MIN_THROTTLED_SHARE: f64 = 0.03;
-/// The smallest share of the time for which a slow rank must wait for CPUs for the wait to count as
-/// the reason of the slowness.
+/// The smallest share of a measuring interval, from 0 to 1, for which a slow rank must wait for a
+/// free CPU to explain its slowness.
 const MIN_RUN_DELAY_SHARE: f64 = 0.05;
 /// The smallest number of pages per second that a slow rank must read from disks for these reads to
 /// count as the reason of the slowness.
@@ -66,8 +66,9 @@ struct HostUsageHistory {
 }
 
 impl StatusKeeper {
-    /// Creates a keeper of a run's measurements that contains none yet. `spec` is `run.straggler`
-    /// of the job, and `is_program` whether the workers run a program.
+    /// Creates an empty collection of measurements for a new run, which flags slow ranks by the
+    /// settings in `spec`. `spec` is `run.straggler` of the job, and `is_program` whether the
+    /// workers run a program.
     pub(super) fn new(spec: &StragglerSpec, is_program: bool) -> StatusKeeper {
         let rules = spec.share.map(|share| StragglerRules { share, steps: spec.steps });
         // The network of a program is not measured, so its hosts are not compared.
@@ -83,7 +84,8 @@ impl StatusKeeper {
         }
     }
 
-    /// Removes the measurements of earlier attempts at the beginning of a new attempt.
+    /// Removes the measurements of the previous attempt (start of all workers) at the beginning of
+    /// the attempt with the number `attempt`.
     pub(super) fn begin_attempt(&mut self, attempt: u32) {
         if attempt != self.attempt {
             (self.attempt, self.step_times) = (attempt, StepTimes::default());
@@ -131,10 +133,10 @@ impl StatusKeeper {
         events
     }
 
-    /// Holds back a completed event about a rank that became slow, if the reason is not known. The
-    /// rank may have become slow after the newest measurement of its host, and the next one shows
-    /// the reason. Returns whether the event is held back. [`StatusKeeper::add_host_usage`] returns
-    /// it then.
+    /// Delays the report of a slow rank whose reason is unknown, until the next measurement of the
+    /// rank's host may show the reason. The rank may have become slow after the newest measurement
+    /// of its host, and the next one shows the reason. Returns whether the event is held back.
+    /// [`StatusKeeper::add_host_usage`] returns it then.
     pub(super) fn hold_straggler_event(&mut self, event: &Event, time: f64) -> bool {
         let Event::Straggler(report) = event else { return false };
         let waits = report.state == StragglerState::Slow && report.reason.is_none();
@@ -145,8 +147,8 @@ impl StatusKeeper {
         is_held
     }
 
-    /// Takes the events that were held back and must be reported before `event`, which is about the
-    /// same rank.
+    /// Removes and returns the delayed reports about the rank in `event`, which must be published
+    /// before `event`.
     pub(super) fn take_held_events_before(&mut self, event: &Event) -> Vec<Event> {
         match event {
             Event::Straggler(report) => self.held_reports.take_rank(report.rank, report.kind),
@@ -154,13 +156,14 @@ impl StatusKeeper {
         }
     }
 
-    /// Takes all events that were held back, because their attempt has ended.
+    /// Removes and returns all delayed reports about slow ranks, because the attempt (one start of
+    /// all workers) has ended.
     pub(super) fn take_held_events(&mut self) -> Vec<Event> {
         self.held_reports.take_all()
     }
 
-    /// Finds out which ranks of a program are slower than the others, by the time for which they
-    /// waited for CPUs.
+    /// Finds the ranks of a program that waited longer for CPUs, or were stopped longer by a CPU
+    /// quota, than the other ranks.
     fn find_slow_program_ranks(&mut self, interval_us: u64) -> Vec<Event> {
         let mut workers: Vec<WorkerUsage> =
             std::mem::take(&mut self.compared).into_values().flatten().collect();
@@ -179,8 +182,8 @@ impl StatusKeeper {
         changes.unwrap_or_default().into_iter().filter_map(to_event).collect()
     }
 
-    /// Returns the events that report that slow ranks are no longer slow, because their attempt has
-    /// ended.
+    /// Returns an event for each slow rank to report that the rank is no longer slow, because the
+    /// workers have ended.
     pub(super) fn list_straggler_end_events(&self) -> Vec<Event> {
         let end = |report: &StragglerReport| {
             Event::Straggler(Box::new(StragglerReport { state: StragglerState::Recovered, ..report.clone() }))

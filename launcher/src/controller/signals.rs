@@ -6,7 +6,8 @@ use nix::sys::signal::Signal;
 use std::io;
 use tokio::signal::unix::{Signal as SignalStream, SignalKind, signal};
 
-/// Receives the signals that the controller catches, and knows which request each of them makes.
+/// Receives the POSIX signals that control a run, and translates each to a request, such as to save
+/// a checkpoint or to stop.
 pub(super) struct SignalReceiver {
     /// The actions that SIGUSR1, SIGUSR2 and SIGTERM request (`run.signals`).
     actions: SignalActions,
@@ -42,8 +43,8 @@ pub(super) enum SignalEvent {
 }
 
 impl SignalEvent {
-    /// Creates the request to pass `input`, such as a stop request, to the controller's state
-    /// machine, as the meaning of a received signal.
+    /// Creates the signal event that passes `input`, such as a stop request, to the controller's
+    /// state machine.
     fn from_input(input: ControllerInput) -> SignalEvent {
         SignalEvent::Request(Box::new(input))
     }
@@ -94,8 +95,8 @@ impl SignalReceiver {
     }
 }
 
-/// Returns what the signal `signal` requests of the controller, given `action`, the meaning that
-/// `run.signals` assigns to this signal.
+/// Returns what the controller does on a signal: the action that the user has assigned to the
+/// signal in `run.signals`.
 fn interpret_signal(action: SignalAction, signal: Signal) -> SignalEvent {
     match action {
         SignalAction::Save => SignalEvent::from_input(ControllerInput::Save(signal as i32)),

@@ -49,8 +49,9 @@ impl StreamedLogs {
         })
     }
 
-    /// Prepares for the console output of a new attempt (start of all workers). `is_remote` states
-    /// for each rank whether the rank runs on another machine than the controller.
+    /// Closes the console output files of the previous attempt (start of all workers), and stores
+    /// which ranks now run on other hosts. `is_remote` states for each rank whether the rank runs
+    /// on another machine than the controller.
     pub(super) fn begin_attempt(&mut self, is_remote: Vec<bool>) {
         self.is_remote = is_remote;
         self.dropped.clear();

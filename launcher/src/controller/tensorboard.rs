@@ -68,8 +68,8 @@ fn encode_tfrecord(data: &[u8]) -> Vec<u8> {
         .concat()
 }
 
-/// Encodes an `Event` message with the fields wall_time (1, in seconds since 1970) and step (2),
-/// and appends the encoded field `payload`.
+/// Encodes a TensorBoard `Event` message in Protocol Buffers format from a time in seconds since
+/// 1970, a step and encoded content.
 fn encode_event_message(time: f64, step: u64, payload: &[u8]) -> Vec<u8> {
     let mut out = vec![1 << 3 | 1];
     out.extend(time.to_le_bytes());
@@ -78,7 +78,7 @@ fn encode_event_message(time: f64, step: u64, payload: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Encodes a `Summary.Value` message with the fields tag (1) and simple_value (2).
+/// Encodes one named value as a TensorBoard `Summary.Value` message in Protocol Buffers format.
 fn encode_scalar_value(tag: &str, value: f64) -> Vec<u8> {
     let mut out = encode_string_field(1, tag);
     out.push(2 << 3 | 5);

@@ -22,9 +22,9 @@ use std::{path::Path, sync::OnceLock};
 /// The largest number of accelerators that are discovered on one machine. Further accelerators are
 /// ignored.
 const MAX_ACCELERATORS: usize = 1024;
-/// The name prefixes of device nodes in /dev of accelerators that launch cannot assign to workers.
-/// These are GPUs in WSL and of NVIDIA's Tegra, and accelerators of Cambricon, Moore Threads,
-/// Tecorigin and Google.
+/// The name prefixes, in /dev, of the device nodes of accelerators that launch cannot assign to
+/// workers. These are GPUs in WSL and of NVIDIA's Tegra, and accelerators of Cambricon, Moore
+/// Threads, Tecorigin and Google.
 const UNSUPPORTED_DEVICE_PREFIXES: [&str; 7] =
     ["dxg", "nvhost-gpu", "nvmap", "cambricon_dev", "mtgpu.", "tcaicard", "accel"];
 
@@ -50,9 +50,8 @@ pub(super) fn discover_accelerators(
     })
 }
 
-/// Finds the accelerators of a machine from the drivers' files in `/dev`, `/proc` and `/sys`, which
-/// are read through `tree` below a root directory that tests can replace. `mig_uuids` lists the
-/// UUIDs of MIG instances.
+/// Finds the accelerators of a machine from driver files in `/dev`, `/proc` and `/sys` below a root
+/// directory, which tests can replace. `mig_uuids` lists the UUIDs of MIG instances.
 fn discover_in_device_files(
     tree: &DeviceFiles<'_>,
     variable: &dyn Fn(&str) -> Option<String>,
@@ -73,9 +72,9 @@ fn discover_in_device_files(
     found
 }
 
-/// Returns whether `name`, the name of a device node, consists of the driver's prefix `prefix` and
-/// an optional number, so that the node belongs to an accelerator that launch cannot assign to
-/// workers. The directory `accel` holds nodes of kinds that launch knows.
+/// Returns whether `name`, a device node with the driver's prefix `prefix`, belongs to an
+/// accelerator that launch cannot assign to workers. The directory `accel` holds nodes of kinds
+/// that launch knows.
 fn is_unsupported_device(name: &str, prefix: &str) -> bool {
     let number = name.strip_prefix(prefix);
     number.is_some_and(|n| n.bytes().all(|b| b.is_ascii_digit()) && !(n.is_empty() && prefix == "accel"))

@@ -1,6 +1,6 @@
 //! [`parse_cpu_list`]: parses the lists of CPU numbers in files of /proc and /sys, such as `0-3,8`.
 
-/// The smallest CPU number that is too large; a list of CPUs that contains it or a larger one is
+/// The upper limit, exclusive, on CPU numbers in a list; a list with this or a larger number is
 /// rejected.
 const CPU_NUMBER_LIMIT: u32 = 65_536;
 

@@ -22,10 +22,9 @@ pub fn discover_local_host() -> io::Result<HostInventory> {
     Ok(HostInventory { inherited_env: read_inventory_env(), addresses, reached_address, shm, ..found })
 }
 
-/// Reads the inventory (CPUs, accelerators and memory) of a machine from the files below `root`,
-/// which stands for `/`, so that tests can describe a machine. The addresses, the size of /dev/shm
-/// and the environment are missing in the result. `variable` returns environment variables of this
-/// process.
+/// Reads the CPUs, accelerators and memory of a machine from the files below `root`, which replaces
+/// `/` in tests. The addresses, the size of /dev/shm and the environment are missing in the result.
+/// `variable` returns environment variables of this process.
 fn discover_host_in_root(
     root: &Path,
     variable: &dyn Fn(&str) -> Option<String>,
@@ -63,8 +62,8 @@ fn discover_host_in_root(
     })
 }
 
-/// Returns the environment variables of this process, with their values, that affect how a job runs
-/// on this host, such as lists of visible devices and NCCL's network interface.
+/// Returns those environment variables of this process that affect jobs on this host, such as
+/// `CUDA_VISIBLE_DEVICES`, with their values.
 fn read_inventory_env() -> Vec<(String, String)> {
     let value = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let settings = env::USER_OVERRIDABLE_VARIABLES.iter().chain(&env::ACCELERATE_DEEPSPEED_VARIABLES);
@@ -74,8 +73,8 @@ fn read_inventory_env() -> Vec<(String, String)> {
     choices.chain(devices.filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?)))).collect()
 }
 
-/// Parses the value of `SSH_CONNECTION`, and returns the address of this machine at which the SSH
-/// client has reached it.
+/// Returns the IP address of this machine to which the SSH client has connected, from the value of
+/// the variable `SSH_CONNECTION`.
 fn parse_ssh_server_address(connection: &str) -> Option<IpAddr> {
     connection.split(' ').nth(2)?.parse().ok()
 }

@@ -26,8 +26,8 @@ const ERROR_COUNTERS: [&str; 7] = [
     "VL15_dropped",
 ];
 
-/// Reads the properties of all RDMA devices and their ports (state, rate, error counters), and
-/// whether this process may open the devices, below the root directory `root`.
+/// Lists the RDMA devices of the machine with the state, rate and error counters of their ports,
+/// from files below the directory `root`.
 pub(crate) fn inspect_rdma(root: &Path) -> RdmaReport {
     let devices = list_entries_in_order(&root.join("sys/class/infiniband"), |_| true);
     let nodes = list_entries_in_order(&root.join("dev/infiniband"), |name| {
@@ -48,9 +48,8 @@ pub(crate) fn inspect_rdma(root: &Path) -> RdmaReport {
     }
 }
 
-/// Lists the entries of a directory whose names the predicate `selects` accepts, sorted so that the
-/// numbers at the end of names are in numeric order. Returns nothing if the directory does not
-/// exist.
+/// Lists the entries of a directory whose names `selects` accepts, sorted by name with trailing
+/// numbers in numeric order. Returns nothing if the directory does not exist.
 fn list_entries_in_order(directory: &Path, selects: impl Fn(&str) -> bool) -> Vec<PathBuf> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();

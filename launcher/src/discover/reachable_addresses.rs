@@ -28,9 +28,9 @@ pub(crate) fn find_reachable_addresses(
     found.into_iter().chain([loopback]).collect()
 }
 
-/// Sorts addresses of this machine by how likely agents (launch's processes on other hosts) can
-/// reach them, removes duplicates, and splits the list after the first [`MAX_ADDRESSES`]. Global
-/// and private addresses come first, then link-local ones, then loopback. IPv4 comes before IPv6.
+/// Sorts IP addresses of this machine so that those that other hosts can most likely reach come
+/// first, and removes duplicates. Global and private addresses come first, then link-local ones,
+/// then loopback. IPv4 comes before IPv6.
 ///
 /// Returns the first [`MAX_ADDRESSES`] addresses, which fit into an invitation, and the others.
 pub(crate) fn sort_and_limit_addresses(addresses: Vec<IpAddr>) -> (Vec<IpAddr>, Vec<IpAddr>) {

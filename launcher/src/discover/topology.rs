@@ -7,8 +7,9 @@ use std::{collections::BTreeMap, fs, path::Path};
 /// ignored.
 const MAX_CPUS: usize = 16_384;
 
-/// Reads to which cores and NUMA nodes the CPUs with the numbers `allowed` belong, from /sys below
-/// the root directory `root`. A CPU whose files cannot be read becomes a core of NUMA node 0.
+/// Groups the CPUs with the numbers `allowed` by physical core and NUMA node, from the files in
+/// `/sys` below the directory `root`. A CPU whose files cannot be read becomes a core of NUMA node
+/// 0.
 pub(super) fn read_topology(root: &Path, allowed: &[u32]) -> CpuTopology {
     let nodes = read_numa_node_by_cpu(root);
     let mut cores: BTreeMap<(u32, u32), Vec<u32>> = BTreeMap::new();
@@ -25,8 +26,8 @@ pub(super) fn read_topology(root: &Path, allowed: &[u32]) -> CpuTopology {
     }
 }
 
-/// Returns the NUMA node to which all CPUs `cpus` of this machine belong; `None` if they belong to
-/// several nodes, or if the machine has a single node.
+/// Returns the NUMA node to which all CPUs `cpus` of this machine belong, or `None` if they belong
+/// to several nodes or only one exists.
 pub(crate) fn find_common_numa_node(cpus: &[u32]) -> Option<u32> {
     find_common_numa_node_in_root(Path::new("/"), cpus)
 }

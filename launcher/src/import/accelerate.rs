@@ -70,9 +70,9 @@ pub(crate) fn convert_accelerate_config(
     finish_job(draft, keys, document)
 }
 
-/// Adds notes about `keys`, the keys of Accelerate's configuration that were not converted, to the
-/// job.yaml that was built from the others, and checks the job.yaml by loading it. Fails if values
-/// in the configuration had errors.
+/// Completes the job.yaml that was converted from Accelerate's configuration: adds notes about
+/// unconverted keys, and checks the result by loading it. Fails if values in the configuration had
+/// errors.
 fn finish_job(
     mut draft: JobDraft,
     keys: RemainingKeys<'_>,
@@ -126,9 +126,9 @@ fn take_distributed_type(
     }
 }
 
-/// Sets the job.yaml key `cluster.hosts` to the hostfile of mpirun that Accelerate's
-/// `mpirun_config` names, unless `--hostfile` replaces it. Returns whether the configuration names
-/// a hostfile.
+/// Sets the key `cluster.hosts` of job.yaml to the hostfile in Accelerate's section
+/// `mpirun_config`, unless the option `--hostfile` was given. Returns whether the configuration
+/// names a hostfile.
 fn set_mpi_hostfile(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, context: &ImportOptions<'_>) -> bool {
     let Some(mut mpi) = keys.take_section("mpirun_config") else { return false };
     let file = mpi.take_text("mpirun_hostfile");
@@ -215,9 +215,8 @@ fn set_gpus(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, cpu: bool) {
     }
 }
 
-/// Removes from Accelerate's configuration the keys for several hosts that launch does not need,
-/// such as the machine rank, with a note about each that has an effect in Accelerate. `machines` is
-/// the number of hosts.
+/// Removes Accelerate's keys for jobs on several hosts, such as `machine_rank`, and adds a note for
+/// each key that has an effect in Accelerate. `machines` is the number of hosts.
 fn take_multi_host_keys_with_notes(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, machines: i128) {
     let rank = keys.take_integer("machine_rank", 0);
     let backend = keys.take_text("rdzv_backend").filter(|b| b != "static");
@@ -258,8 +257,8 @@ fn set_master_port(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Removes from Accelerate's configuration the keys that only apply to TPUs, with a note about each
-/// that enables or sets something.
+/// Removes the keys that only apply to TPUs from Accelerate's configuration, and adds a note for
+/// each whose value has an effect.
 fn take_tpu_keys_with_notes(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     for key in TPU_KEYS {
         let Some(item) = keys.take(key) else { continue };

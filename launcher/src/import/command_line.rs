@@ -60,14 +60,15 @@ impl CommandLine {
         self.take_last_value(name).is_some()
     }
 
-    /// Adds the option `name` with a default value in front of the other options, because the last
-    /// occurrence of an option takes precedence.
+    /// Inserts the option `name` with a default value before all given options, so that a value on
+    /// the command line takes precedence.
     pub(super) fn insert_default(&mut self, name: &'static str, value: String) {
         self.options.insert(0, (name, value));
     }
 
-    /// Removes and returns all options that no earlier step has removed from the parsed command
-    /// line. Returns the name and the last value of each option, in the order of the command line.
+    /// Removes and returns the options that are still in the parsed command line, because no
+    /// conversion has used them. Returns the name and the last value of each option, in the order
+    /// of the command line.
     pub(super) fn take_remaining_options(&mut self) -> Vec<(&'static str, String)> {
         let mut names: Vec<&'static str> = Vec::new();
         for (name, _) in &self.options {
@@ -159,8 +160,9 @@ impl OptionTable {
         }
     }
 
-    /// Parses an argument of another launcher that is an option, such as `--name`, `--name=value`
-    /// or `-m`. Returns the full name of the option, and the value if the argument contains one.
+    /// Returns the full name and the value, if any, of an option of another launcher that is
+    /// written as `--name`, `--name=value` or `-m`. Returns the full name of the option, and the
+    /// value if the argument contains one.
     fn parse_option(&self, arg: &str) -> Result<(&'static str, Option<String>), CommandLineError> {
         let unknown = || CommandLineError::UnknownOption(self.program, arg.escape_debug().to_string());
         let Some(long) = arg.strip_prefix("--") else {
@@ -188,7 +190,8 @@ impl OptionTable {
         }
     }
 
-    /// Fails if the value `value` is not one that the option `name` of the other launcher accepts.
+    /// Fails if the other launcher would reject `value` as the value of its option `name`, for
+    /// example text instead of an integer.
     pub(super) fn check_value(&self, name: &'static str, value: &str) -> Result<(), CommandLineError> {
         let invalid = |expected: String| {
             let value = value.escape_debug().to_string();

@@ -53,9 +53,9 @@ pub(crate) fn convert_deepspeed_config(
     }
 }
 
-/// Adds the command of the user's program `words` to the job.yaml that is being built. The program
-/// passes its DeepSpeed configuration `file` to DeepSpeed itself, so the configuration is not
-/// converted.
+/// Sets `run.command` in the new job.yaml `draft` to the user's program and arguments, `words`. The
+/// program passes its DeepSpeed configuration `file` to DeepSpeed itself, so the configuration is
+/// not converted.
 fn set_program(draft: &mut JobDraft, keys: RemainingKeys<'_>, words: &[String], file: &str) {
     let words = build_python_command(words);
     draft.set_required_key("run.command", &value_text::format_yaml_list(&words));
@@ -78,8 +78,8 @@ fn set_program(draft: &mut JobDraft, keys: RemainingKeys<'_>, words: &[String], 
     }
 }
 
-/// Converts a DeepSpeed configuration to the `train` keys of the job.yaml that is being built,
-/// which describe a training run by launch itself. `workers` is the number of workers, if known.
+/// Converts a DeepSpeed configuration to the keys of the section `train` of job.yaml, by which
+/// launch trains a model without a user program. `workers` is the number of workers, if known.
 /// Returns the errors in the configuration.
 fn set_training(draft: &mut JobDraft, mut keys: RemainingKeys<'_>, workers: Option<u64>) -> Vec<Diagnostic> {
     draft.set_required_key("train.data.files", "[\"data/*.txt\"]");
@@ -168,9 +168,9 @@ fn convert_batch(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, workers: Op
     }
 }
 
-/// Computes the micro-batch size per worker for a DeepSpeed configuration that contains only other
-/// batch sizes. The result is the largest size that divides the global batch and that DeepSpeed's
-/// formula allows.
+/// Computes the default micro-batch size per worker for a DeepSpeed configuration that lacks this
+/// size but contains the global batch size. The result is the largest size that divides the global
+/// batch and that DeepSpeed's formula allows.
 fn compute_default_micro_batch(global: i128, steps: Option<i128>, workers: Option<u64>) -> i128 {
     let each = global / steps.unwrap_or(1).max(1) / workers.map_or(1, i128::from).max(1);
     (1..=each.max(1)).rev().find(|micro| global % micro == 0).unwrap_or(1)

@@ -1,6 +1,5 @@
-//! Shared parts of the drop-in commands `launch torchrun`, `launch accelerate` and `launch
-//! deepspeed`, which accept the command lines of the other launchers: the description of the
-//! machine on which they run, and the rules by which they reject options.
+//! Shared code of the commands `launch torchrun`, `launch accelerate` and `launch deepspeed`, which
+//! accept the command lines of these launchers.
 //!
 //! In contrast to an import, an option that a drop-in command cannot convert is an error.
 use super::{
@@ -87,16 +86,16 @@ pub(super) fn create_unsupported_option_error(
     if help.is_empty() { error } else { error.with_help(help) }
 }
 
-/// Creates the error that launch does not support the option `option` of the other launcher
-/// `program`, because the option is for jobs that the user starts on each of several machines.
+/// Creates the error that launch rejects `option` of another launcher, because it is for jobs that
+/// users start on each host separately.
 pub(super) fn create_several_machines_error(program: &str, option: &str, reason: &str) -> Diagnostic {
     let help = "one launch starts all hosts over SSH or in a Slurm allocation: name them in `cluster.hosts` \
                 of a job.yaml; `launch run --nodes N --node-rank K -- PROGRAM` runs on each node";
     create_unsupported_option_error(program, option, reason, help)
 }
 
-/// What launch does if another launcher's option is given that has no counterpart in job.yaml:
-/// ignores it with a note, or rejects the command line.
+/// What launch does with an option of another launcher that job.yaml cannot express: ignore the
+/// option with a note, or fail.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum OptionEffect {
     /// The option changes nothing on one machine or with launch; the reason is shown as a note.
@@ -105,13 +104,13 @@ pub(super) enum OptionEffect {
     Rejected(&'static str, &'static str),
 }
 
-/// How launch treats another launcher's option that has no counterpart in job.yaml: its name,
-/// values that are accepted silently, and what any other value causes (a note or an error).
+/// A rule for an unsupported option of another launcher: its name, the values to accept silently,
+/// and the effect of other values.
 pub(super) type OptionRule = (&'static str, &'static [&'static str], OptionEffect);
 
-/// Removes the options that have no counterpart in job.yaml from the parsed command line `given`,
-/// and adds a note or an error for each as `rules` demand. Adds a note or an error for each option
-/// whose value is not one of the values that are accepted without a note.
+/// Removes the unsupported options that `rules` list from the parsed command line `given`, and adds
+/// a note or an error for each. Adds a note or an error for each option whose value is not one of
+/// the values that are accepted without a note.
 pub(super) fn apply_option_rules(
     draft: &mut JobDraft,
     errors: &mut ImportErrors,
@@ -140,9 +139,8 @@ pub(super) fn apply_option_rules(
     }
 }
 
-/// Adds to `draft`, the job.yaml that is being built, the keys that every job of a drop-in command
-/// such as `launch torchrun` has: name, command, this machine as host, number of workers, and no
-/// binding to CPUs.
+/// Sets the keys that every job of a command such as `launch torchrun` needs, for example `name`
+/// and `run.command`, in a new job.yaml.
 pub(super) fn set_local_job_keys(draft: &mut JobDraft, program: &[String], command: &[String], workers: i64) {
     draft.set_required_key("name", &quote_yaml(&derive_job_name(program)));
     draft.set_required_key("run.command", &format_yaml_list(command));
@@ -243,9 +241,8 @@ pub(super) fn set_console_ranks(
     Ok(())
 }
 
-/// Parses a value of torchrun's `--tee` or `--redirects`, which selects output streams for all
-/// ranks or for each rank: 0 none, 1 stdout, 2 stderr, 3 both. Returns this code for each rank, or
-/// `None` for other text.
+/// Parses torchrun's `--tee` or `--redirects` to one number per rank, which selects no stream (0),
+/// stdout (1), stderr (2) or both (3). Returns this code for each rank, or `None` for other text.
 fn parse_streams(text: &str, workers: i64) -> Option<Vec<u8>> {
     let number = |text: &str| text.parse::<u8>().ok().filter(|n| *n <= 3 && text.len() == 1);
     if let Some(streams) = number(text) {
@@ -273,9 +270,9 @@ pub(super) fn set_thread_count(draft: &mut JobDraft, context: &DropInContext<'_>
     }
 }
 
-/// Checks, by loading it, the job.yaml that a drop-in command such as `launch torchrun` has built
-/// from another launcher's command line, and returns it. An option that the job does not honour is
-/// an error. `program` is the name of the other launcher.
+/// Loads the job.yaml that was converted from another launcher's command line to check it, and
+/// returns the resulting job. An option that the job does not honour is an error. `program` is the
+/// name of the other launcher.
 pub(super) fn load_drop_in_job(
     draft: JobDraft,
     program: &str,

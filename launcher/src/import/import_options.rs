@@ -1,5 +1,5 @@
-//! [`ImportOptions`]: the options of `launch import`, and the job keys for hosts and program that
-//! follow from them.
+//! Defines [`ImportOptions`], the options of `launch import`, and converts its hostfile and program
+//! to keys of job.yaml.
 use super::{job_draft::JobDraft, value_text};
 use diagnostic::Diagnostic;
 use jobspec::hosts::{self, HostfileError};
@@ -50,8 +50,7 @@ pub(super) fn set_command(draft: &mut JobDraft, context: &ImportOptions<'_>, con
 }
 
 /// Sets the job.yaml key `slurm.nodes` to the number of hosts that an imported configuration
-/// requires without naming them, and adds a note for the user. `from` is the imported key that
-/// contains the number.
+/// requires, and adds a note for the user. `from` is the imported key that contains the number.
 pub(super) fn set_slurm_nodes_with_note(draft: &mut JobDraft, from: &str, hosts: u64) {
     draft.set_imported_key(from, "slurm.nodes", hosts.to_string());
     let reason =

@@ -6,8 +6,8 @@ use jobspec::{
 };
 use std::fmt::{self, Write};
 
-/// How often an import tries to load the job.yaml that it has built; before each further try, it
-/// removes the keys that were rejected. Each failed attempt removes at least one rejected key.
+/// The largest number of times that an import loads its new job.yaml, each time without the keys
+/// that were rejected before. Each failed attempt removes at least one rejected key.
 const MAX_LOAD_ATTEMPTS: usize = 64;
 
 /// The result of converting another launcher's configuration or command line: a valid job.yaml, and
@@ -23,8 +23,8 @@ pub(crate) struct ImportedJob {
     pub(crate) nodes: Option<ImportedNodes>,
 }
 
-/// The nodes that another launcher's command line describes, on each of which the user starts that
-/// command line: their number, the number of this node, and the address of node 0.
+/// The nodes on which a user starts the command line of another launcher: their number, this node's
+/// number, and the rendezvous address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ImportedNodes {
     /// The number of nodes.
@@ -124,14 +124,14 @@ impl JobDraft {
         self.add_note(NoteKind::NotConverted, from, reason.as_ref(), todo);
     }
 
-    /// Adds a note for the user, whose text is a reason and `todo`, a piece of advice.
+    /// Adds a note for the user about a key; its text is `text`, followed by the advice `todo`.
     fn add_note(&mut self, kind: NoteKind, key: &str, text: &str, todo: &str) {
         let end = if todo.is_empty() { String::new() } else { format!("; {todo}") };
         self.notes.push(ImportNote { kind, key: key.to_owned(), text: format!("{text}{end}") });
     }
 
-    /// Checks the job.yaml that was built by loading it, and returns its text and the notes for the
-    /// user. Imported keys that are rejected or have no effect are removed, and each gets a note.
+    /// Loads the new job.yaml to check it, and returns its text and the notes for the user.
+    /// Imported keys that are rejected or have no effect are removed, and each gets a note.
     /// `origin` describes the imported configuration in a comment of the job.
     ///
     /// Fails if the job is still not valid after the rejected keys were removed.
@@ -185,8 +185,8 @@ impl JobDraft {
         self.keys.len() < before
     }
 
-    /// Formats the job.yaml that was built as YAML, with the keys in the order in which the
-    /// documentation lists them.
+    /// Returns the new job.yaml as YAML text, with the keys in the order in which the documentation
+    /// lists them.
     fn to_yaml(&self, origin: &str) -> String {
         let mut keys: Vec<(usize, Vec<&str>, &str)> = self
             .keys
@@ -200,9 +200,9 @@ impl JobDraft {
     }
 }
 
-/// Returns the position of the job.yaml key `path` in the table of all keys, by which keys are
-/// sorted. For a path that is not in the table, such as `run.env.NAME`, returns the index of its
-/// nearest parent in the table.
+/// Returns the position of the key `path` in the documented order of job.yaml keys, by which the
+/// keys of a new job.yaml are sorted. For a path that is not in the table, such as `run.env.NAME`,
+/// returns the index of its nearest parent in the table.
 fn find_key_order(path: &str) -> usize {
     let mut path = path;
     loop {
@@ -216,8 +216,8 @@ fn find_key_order(path: &str) -> usize {
     }
 }
 
-/// Appends the job.yaml keys `keys` to the YAML `text`, as mappings whose nesting begins at the
-/// level `depth`. `keys` contains the order, the path and the YAML value of each key, sorted by
+/// Appends keys to YAML text as nested mappings, indented by two spaces for each of the `depth`
+/// outer mappings. `keys` contains the order, the path and the YAML value of each key, sorted by
 /// order.
 fn write_section(text: &mut String, keys: &[(usize, Vec<&str>, &str)], depth: usize) {
     let mut rest = keys;

@@ -1,11 +1,12 @@
-//! [`RemainingKeys`]: a mapping of an imported file, from which an import removes each key that it
-//! converts. The keys that remain at the end were not converted, so no key is overlooked.
+//! Defines [`RemainingKeys`], those keys of an imported configuration file that have not been
+//! converted to keys of job.yaml yet. The keys that remain at the end were not converted, so no key
+//! is overlooked.
 use super::value_text::format_for_note;
 use diagnostic::{Diagnostic, codes::command};
 use jobspec::{Document, DocumentItem, DocumentValue};
 
-/// The keys of one mapping of an imported file, with their values, that the import has not
-/// converted yet.
+/// The keys and values of one mapping (section) of an imported configuration file that have not
+/// been converted to keys of job.yaml yet.
 #[derive(Debug)]
 pub(super) struct RemainingKeys<'d> {
     document: &'d Document,
@@ -17,8 +18,8 @@ pub(super) struct RemainingKeys<'d> {
 }
 
 impl<'d> RemainingKeys<'d> {
-    /// Returns the keys of the outermost mapping of an imported file. Fails if the document is not
-    /// a mapping.
+    /// Returns the top-level keys of an imported configuration file, all of which are still to be
+    /// converted. Fails if the document is not a mapping.
     pub(super) fn from_document(document: &'d Document) -> Result<Self, Vec<Diagnostic>> {
         let mut keys =
             RemainingKeys { document, path: String::new(), remaining: Vec::new(), errors: Vec::new() };
@@ -47,8 +48,8 @@ impl<'d> RemainingKeys<'d> {
             .with_location(self.document.locate_item(item))
     }
 
-    /// Records the error that the value of the imported key `key` has a wrong type; `expected`
-    /// describes the expected value.
+    /// Adds the error that the value of the imported key `key` has a wrong type to the errors of
+    /// this mapping.
     pub(super) fn report_wrong_type(&mut self, key: &str, item: &DocumentItem, expected: &str) {
         let error = self.type_error(key, item, expected);
         self.errors.push(error);
@@ -156,8 +157,8 @@ impl<'d> RemainingKeys<'d> {
         if let DocumentValue::Int(n) = item.value { Some(n) } else { None }
     }
 
-    /// Removes the key `key`, whose value must be a mapping, from the keys that remain to be
-    /// converted, and returns the keys of that mapping. Any other value is recorded as an error.
+    /// Removes the section `key` (a mapping) from the keys to be converted, and returns the keys in
+    /// this section. Any other value is recorded as an error.
     pub(super) fn take_section(&mut self, key: &str) -> Option<RemainingKeys<'d>> {
         let item = self.take(key)?;
         let path = self.full_path_of_key(key);
@@ -173,9 +174,9 @@ impl<'d> RemainingKeys<'d> {
         }
     }
 
-    /// Returns an empty mapping in place of the section `key` that the imported file does not
-    /// contain, so that each key in it counts as absent. Returns `None` if errors were recorded,
-    /// because a key with a wrong value also counts as absent.
+    /// Returns an empty mapping that stands for the section `key`, which is absent from the
+    /// imported file. Returns `None` if errors were recorded, because a key with a wrong value also
+    /// counts as absent.
     pub(super) fn create_empty_section(&self, key: &str) -> Option<RemainingKeys<'d>> {
         let path = self.full_path_of_key(key);
         // The key may be absent because its value had the wrong type, which was recorded.

@@ -70,9 +70,8 @@ pub(crate) fn convert_torchrun_args(
     draft.finish_job("torchrun's arguments")
 }
 
-/// Removes the program from the parsed command line of torchrun, and returns the command that the
-/// job runs, with `python` in front unless `--no-python` is given. Removes `--module`,
-/// `--no-python` and `--run-path`.
+/// Returns the command of the job from torchrun's script and arguments, which starts with `python`
+/// unless `--no-python` was given. Removes `--module`, `--no-python` and `--run-path`.
 fn take_program_command(given: &mut CommandLine) -> Vec<String> {
     let prefix: &[&str] = match (given.take_flag("module"), given.take_flag("no-python")) {
         (_, true) => &[],
@@ -152,7 +151,8 @@ fn set_hosts(draft: &mut JobDraft, given: &mut CommandLine, context: &ImportOpti
 /// Converts torchrun's `--nproc-per-node` (a number, `auto`, `gpu` or `cpu`),
 /// `--virtual-local-rank` and `--numa-binding` to keys of job.yaml.
 fn set_workers(draft: &mut JobDraft, given: &mut CommandLine) {
-    /// The option of torchrun that notes about the number of workers name.
+    /// The name of torchrun's option for the number of workers per host, for use in notes to the
+    /// user.
     const OPTION_NAME: &str = "--nproc-per-node";
     let (path, devices) = ("cluster.workers_per_host", "cluster.devices");
     match given.take_last_value("nproc-per-node").as_deref() {

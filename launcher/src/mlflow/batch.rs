@@ -6,9 +6,8 @@ use protocol::{
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// The number of metrics at which a request to MLflow counts as full; further events go into the
-/// next request. MLflow accepts 1,000 metrics, params and tags in one request, and a single event
-/// has fewer than 20 of them.
+/// The number of metrics from which on a request to MLflow takes no further events. MLflow accepts
+/// 1,000 metrics, params and tags in one request, and a single event has fewer than 20 of them.
 const METRICS_PER_FULL_BATCH: usize = 900;
 /// The largest number of parameters that one request to MLflow contains.
 const MAX_PARAMS: usize = 100;
@@ -48,8 +47,8 @@ impl Batch {
         !self.metrics.is_empty() || !self.tags.is_empty()
     }
 
-    /// Returns whether the batch has as many metrics as one request to MLflow should contain, so
-    /// that further events belong in another batch.
+    /// Returns whether the batch has reached [`METRICS_PER_FULL_BATCH`], the number of metrics from
+    /// which on it takes no further events.
     pub(super) fn is_full(&self) -> bool {
         self.metrics.len() >= METRICS_PER_FULL_BATCH
     }
@@ -62,21 +61,20 @@ impl Batch {
         }
     }
 
-    /// Adds one value of a metric to the batch; `step` is its step in MLflow, and `time` is in
-    /// seconds since 1970.
+    /// Adds one value of a metric to the batch, with its step and its time in seconds since 1970.
     fn add_metric(&mut self, key: &str, value: f64, time: f64, step: u64) {
         let metric = Metric { key: key.to_owned(), value, timestamp: to_milliseconds(time), step };
         self.metrics.push(metric);
     }
 
-    /// Adds a tag with the name `launch.KEY`, where KEY is `key`, to those that MLflow gets for the
-    /// run.
+    /// Adds a tag with the name `launch.KEY` and the given value to the tags that are sent to
+    /// MLflow for the run.
     fn add_tag(&mut self, key: &str, value: impl Into<String>) {
         self.tags.insert(format!("launch.{key}"), value.into());
     }
 
-    /// Adds to the batch the metrics and tags that MLflow gets for an event from the run's journal
-    /// (its file of events), such as the loss of a step. Ignores events without such data.
+    /// Adds the metrics and tags of one event of the run, such as the loss of a step, to the batch
+    /// for MLflow. Ignores events without such data.
     pub(super) fn add_event(&mut self, timed: &TimedEvent) {
         let time = timed.time;
         match &timed.event {

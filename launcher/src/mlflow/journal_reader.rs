@@ -1,5 +1,5 @@
-//! [`JournalReader`]: reads the journal of a run (its file of events) from the place up to which
-//! MLflow has recorded the run.
+//! Defines [`JournalReader`], which reads those events of a run's journal (its file of events) that
+//! were not sent to MLflow yet.
 use crate::private_files::open_own_file;
 use serde::{Deserialize, Serialize};
 use std::{
@@ -37,9 +37,9 @@ impl JournalReader {
         JournalReader { path }
     }
 
-    /// Returns `position`, the place up to which MLflow has the run's events, if the journal (the
-    /// file of events) is unchanged there, and otherwise the start of the journal. Whatever is read
-    /// twice is recorded twice, with equal values.
+    /// Returns `position` if the journal (the run's file of events) still has the expected line
+    /// there, and otherwise the journal's start. Whatever is read twice is recorded twice, with
+    /// equal values.
     pub(super) fn resolve_position(&self, position: JournalPosition) -> io::Result<JournalPosition> {
         let mut file = open_own_file(&self.path)?;
         let is_possible = position.line_bytes <= position.offset.min(CHUNK_BYTES);
@@ -51,9 +51,9 @@ impl JournalReader {
         Ok(if is_same { position } else { JournalPosition::default() })
     }
 
-    /// Passes the complete lines of the journal (the run's file of events) after `position`,
-    /// without their line ends, to `on_line` until it returns `false`. Reads a limited part of the
-    /// journal. Returns the place after the last of these lines.
+    /// Calls `on_line` with each complete line of the journal (the run's file of events) after
+    /// `position`, until `on_line` returns `false`. Reads a limited part of the journal. Returns
+    /// the place after the last of these lines.
     pub(super) fn read_lines(
         &self,
         position: JournalPosition,

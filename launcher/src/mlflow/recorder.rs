@@ -22,8 +22,8 @@ const FIRST_RETRY_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(60);
 /// The pause after a failed request to the MLflow server once the run has ended.
 const FINAL_RETRY_PAUSE: Duration = Duration::from_millis(500);
-/// How many requests to the MLflow server may fail after the end of the run before the recorder
-/// gives up and does not send the rest.
+/// The number of consecutive failed requests after the end of a run from which on the rest of its
+/// data is not sent to MLflow.
 const MAX_FINAL_FAILURES: u32 = 4;
 /// The largest number of messages about MLflow, such as an outage of the server, that are shown to
 /// the user of one run. Further notices are dropped.
@@ -37,7 +37,7 @@ pub(crate) struct MlflowRecorder {
     uri: String,
 }
 
-/// The state that the thread which records a run with MLflow shares with its handle.
+/// The state that the thread which sends a run to MLflow shares with the controller.
 #[derive(Debug, Default)]
 struct SharedRecorderState {
     state: Mutex<RecorderState>,
@@ -45,8 +45,8 @@ struct SharedRecorderState {
     changed: Condvar,
 }
 
-/// The state of the thread that records a run with MLflow: whether it is to end, whether it has
-/// ended, and its notices for the user.
+/// The state of the thread that sends a run to MLflow, such as whether it must end and which
+/// notices wait for the user.
 #[derive(Debug, Default)]
 struct RecorderState {
     /// Whether the journal is complete, so that the thread ends once everything was sent.
@@ -62,7 +62,8 @@ struct RecorderState {
 }
 
 impl SharedRecorderState {
-    /// Locks the mutex of the state that the recorder's thread shares with its handle.
+    /// Locks the mutex of the state that the thread which sends data to MLflow shares with the
+    /// controller.
     fn lock_state(&self) -> MutexGuard<'_, RecorderState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -79,8 +80,8 @@ impl SharedRecorderState {
         }
     }
 
-    /// Waits for `pause` before a failed request to MLflow is repeated, but not longer than until
-    /// the run ends. At the end of the run, waits at most [`FINAL_RETRY_PAUSE`].
+    /// Waits for `pause` before the next attempt to reach the MLflow server, or until the run ends,
+    /// if that is earlier. At the end of the run, waits at most [`FINAL_RETRY_PAUSE`].
     fn wait_for_pause_or_end(&self, pause: Duration) {
         let state = self.lock_state();
         let pause = if state.is_ending { pause.min(FINAL_RETRY_PAUSE) } else { pause };
@@ -110,8 +111,8 @@ impl MlflowRecorder {
         self.shared.lock_state().notices.pop_front()
     }
 
-    /// Waits until the thread has sent the rest of a run that has ended to MLflow, at most for
-    /// `limit`. Blocks for at most `limit`, and for a moment only if the server is known to be
+    /// Waits, after the end of the run and for at most `limit`, until all data of the run were sent
+    /// to MLflow. Blocks for at most `limit`, and for a moment only if the server is known to be
     /// away. Returns a message if MLflow has not received everything.
     pub(crate) fn finish(&self, limit: Duration) -> Option<String> {
         let mut state = self.shared.lock_state();
@@ -170,8 +171,8 @@ impl Outage {
         Some(format!("MLflow at {uri} accepts data again after {duration}"))
     }
 
-    /// Returns whether the recorder gives up, after too many failed requests, to send the rest of a
-    /// run that has ended.
+    /// Returns whether requests to the MLflow server have failed so often at the end of the run
+    /// that the rest is not sent.
     fn should_give_up(&self) -> bool {
         self.last_failures >= if self.is_known_at_end { 1 } else { MAX_FINAL_FAILURES }
     }

@@ -23,7 +23,8 @@ const MAX_ANSWER_BYTES: u64 = 1 << 20;
 const MAX_CERTIFICATES_BYTES: u64 = 8 << 20;
 /// The longest text of the MLflow server that is shown to the user, in characters.
 const MAX_SHOWN_CHARS: usize = 200;
-/// The HTTP status codes, below 500, of requests that may succeed later.
+/// The HTTP status codes below 500 after which a request to the MLflow server is repeated later,
+/// such as 429 (too many requests).
 const TRANSIENT_STATUS_CODES: [u16; 3] = [408, 425, 429];
 
 /// The reason why a request to an MLflow server has failed.

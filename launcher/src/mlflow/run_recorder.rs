@@ -1,5 +1,5 @@
-//! [`RunRecorder`]: sends the data of a run (parameters, metrics, tags) to MLflow in parts, which
-//! it reads from the files of the run directory.
+//! Defines [`RunRecorder`], which sends the parameters, metrics and tags of a run from the files of
+//! the run directory to MLflow.
 use super::{
     batch::{Batch, format_params, format_tags, to_milliseconds},
     journal_reader::JournalReader,
@@ -28,8 +28,8 @@ const MAX_STATUS_AGE_S: f64 = 60.0;
 /// The largest size of the run's status file, which contains the newest measurements, in bytes.
 const MAX_STATUS_BYTES: u64 = 8 << 20;
 
-/// The properties of a run of launch that is recorded with MLflow, such as its job, hosts and
-/// parameters.
+/// The data about a run of launch that MLflow gets at the start of the recording, such as its ID,
+/// hosts and parameters.
 #[derive(Clone, Debug)]
 pub(crate) struct RecordedRun {
     /// The ID of the run.
@@ -49,8 +49,8 @@ pub(crate) struct RecordedRun {
     pub(crate) is_taken_over: bool,
 }
 
-/// The reason why data of a run cannot be sent to MLflow: the server or a file is not available at
-/// present, or MLflow will never accept the run.
+/// The reason why data of a run were not sent to MLflow: the server or a file is unavailable, or
+/// the server rejects the run.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum RecordError {
     /// The server or a file is not available, and may be later. Contains the reason.
@@ -59,8 +59,8 @@ pub(super) enum RecordError {
     Final(String),
 }
 
-/// What one call of [`RunRecorder::send_next`] has sent to MLflow (a new run, a part of its data,
-/// nothing), and whether more remains.
+/// The result of one call of [`RunRecorder::send_next`], such as a part of the run that was sent to
+/// MLflow or rejected by MLflow.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum SendProgress {
     /// The run of MLflow exists from now on. Contains the address of its page.
@@ -75,8 +75,8 @@ pub(super) enum SendProgress {
     Complete,
 }
 
-/// Sends the parts of a run of launch (parameters, events, usage of hosts) to MLflow, one after the
-/// other. Blocks for as long as the server needs.
+/// Sends the data of a run, such as parameters, events and resource usage, to MLflow in a sequence
+/// of requests. Blocks for as long as the server needs.
 pub(super) struct RunRecorder {
     settings: MlflowSettings,
     run: RecordedRun,
@@ -95,15 +95,15 @@ impl From<RequestError> for RecordError {
     }
 }
 
-/// Converts an error of reading a file of the run directory to [`RecordError::Unavailable`], after
-/// which the recorder tries again later.
+/// Converts a read error of a file in the run directory to [`RecordError::Unavailable`], which
+/// makes the recorder try again later.
 fn to_unavailable_file_error(error: io::Error) -> RecordError {
     RecordError::Unavailable(format!("a file of the run directory: {error}"))
 }
 
 impl RunRecorder {
-    /// Creates a recorder that will send the run `run` to the MLflow server in `settings`, part by
-    /// part. Sends nothing.
+    /// Creates a recorder that can send the data of the run `run` to the MLflow server in
+    /// `settings`. Sends nothing.
     pub(super) fn new(settings: MlflowSettings, run: RecordedRun) -> RunRecorder {
         let journal = JournalReader::new(run.run_dir.join(JOURNAL_FILE));
         RunRecorder { settings, run, journal, target: None, usage: UsageMetricsSchedule::new() }
@@ -164,8 +164,8 @@ impl RunRecorder {
         })
     }
 
-    /// Returns the client and the run on the MLflow server: the run that a lost controller has
-    /// created for the same run of launch, or a new one.
+    /// Connects to the MLflow server, and creates a run there or continues the one that the lost
+    /// controller of this run has created.
     fn open_mlflow_run(&self) -> Result<(RestClient, StoredMlflowRun), RecordError> {
         let stored = match self.run.is_taken_over {
             true => StoredMlflowRun::read(&self.run.run_dir).map_err(to_unavailable_file_error)?,
@@ -216,7 +216,8 @@ impl RunRecorder {
         check_mlflow_id(id, "experiment")
     }
 
-    /// Creates a run on the MLflow server that will record this run of launch. Returns its ID.
+    /// Creates a new run on the MLflow server, to which the data of this job's run will be sent.
+    /// Returns its ID.
     fn create_mlflow_run(&self, client: &RestClient, experiment: &str) -> Result<String, RecordError> {
         let user = nix::unistd::User::from_uid(nix::unistd::getuid()).ok().flatten();
         let user = user.map(|user| user.name).unwrap_or_default();
@@ -242,8 +243,8 @@ impl RunRecorder {
         check_mlflow_id(created["run"]["info"]["run_id"].as_str(), "run")
     }
 
-    /// Finds the run on the MLflow server that already records this run of launch. Returns its ID,
-    /// or `None` if there is none.
+    /// Finds the run on the MLflow server that was created earlier for this job's run, by its tag
+    /// `launch.run`. Returns its ID, or `None` if there is none.
     fn find_mlflow_run(&self, client: &RestClient, experiment: &str) -> Result<Option<String>, RecordError> {
         let filter = format!("tags.`launch.run` = '{}'", self.run.run.replace('\'', ""));
         let request = json!({"experiment_ids": [experiment], "filter": filter, "max_results": 1});

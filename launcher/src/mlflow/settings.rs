@@ -15,7 +15,7 @@ use jobspec::{
 };
 use std::{ffi::OsString, fmt, path::PathBuf};
 
-/// The key of job.yaml that errors about the settings of MLflow name.
+/// The name of the job.yaml key with the MLflow settings, for use in error messages.
 const MLFLOW_JOB_KEY: &str = "observe.mlflow";
 /// The largest length of the name of an MLflow experiment, in bytes.
 const MAX_NAME_BYTES: usize = 500;

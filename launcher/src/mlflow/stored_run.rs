@@ -1,22 +1,22 @@
-//! [`StoredMlflowRun`]: the run on the MLflow server that records a run of launch, stored in the
-//! file `mlflow.json` of the run directory.
+//! Defines [`StoredMlflowRun`], the content of the file `mlflow.json`, which names the MLflow run
+//! to which the data of a run are sent.
 use super::journal_reader::JournalPosition;
 use crate::runs::{read_private_file, replace_file_without_sync, write_atomically};
 use serde::{Deserialize, Serialize};
 use std::{io, path::Path};
 
-/// The version of the format of `mlflow.json`, which stores the run on the MLflow server that
-/// records this run.
+/// The format version of `mlflow.json`, a file in the run directory that names the run on the
+/// MLflow server.
 const VERSION: u32 = 1;
-/// The name of the file in the run directory that stores which run on the MLflow server records
-/// this run.
+/// The name of the file in the run directory that stores the address and the ID of the run on the
+/// MLflow server.
 const FILE_NAME: &str = "mlflow.json";
-/// The largest size in bytes of `mlflow.json`, which stores the run on the MLflow server that
-/// records this run. A larger file is an error.
+/// The largest size, in bytes, of `mlflow.json`, which stores the address and the ID of the run on
+/// the MLflow server. A larger file is an error.
 const MAX_BYTES: u64 = 64 << 10;
 
-/// The content of `mlflow.json`: a run on the MLflow server, and which parts of the run of launch
-/// it already contains. The file has no credentials.
+/// The content of `mlflow.json`: the run on the MLflow server, and how much of the run's data was
+/// already sent to the server. The file has no credentials.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct StoredMlflowRun {
     version: u32,
@@ -33,8 +33,8 @@ pub(super) struct StoredMlflowRun {
 }
 
 impl StoredMlflowRun {
-    /// Describes a run that was just created on the MLflow server and does not contain any event
-    /// yet.
+    /// Creates the description of a run that is new on the MLflow server and has no parameters or
+    /// metrics yet.
     pub(super) fn new(uri: &str, experiment_id: &str, run_id: &str) -> StoredMlflowRun {
         StoredMlflowRun {
             version: VERSION,
@@ -46,8 +46,8 @@ impl StoredMlflowRun {
         }
     }
 
-    /// Reads `mlflow.json`, which states which run on the MLflow server records a run of launch,
-    /// from the run directory `run_dir`. Returns `None` if there is no file.
+    /// Reads the file `mlflow.json` in the run directory `run_dir`, which names the MLflow run to
+    /// which the data of the run are sent. Returns `None` if there is no file.
     pub(super) fn read(run_dir: &Path) -> io::Result<Option<StoredMlflowRun>> {
         let bytes = match read_private_file(&run_dir.join(FILE_NAME), MAX_BYTES) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -60,19 +60,19 @@ impl StoredMlflowRun {
         Ok(Some(stored))
     }
 
-    /// Writes `mlflow.json`, which states which run on the MLflow server records a run of launch,
-    /// durably to the run directory. Needed when the run of MLflow changes.
+    /// Writes `mlflow.json`, which names the MLflow run for this run's data, durably to the run
+    /// directory `run_dir`. Needed when the run of MLflow changes.
     pub(super) fn write(&self, run_dir: &Path) -> io::Result<()> {
         write_atomically(run_dir, FILE_NAME, &serde_json::to_vec(self)?)
     }
 
-    /// Stores in `mlflow.json` which part of the journal (the run's file of events) MLflow already
-    /// has. If a crash undoes this, metrics are sent again.
+    /// Stores in `mlflow.json` up to which position in the journal (the run's file of events)
+    /// MLflow has received the events. If a crash undoes this, metrics are sent again.
     pub(super) fn write_position(&self, run_dir: &Path) -> io::Result<()> {
         replace_file_without_sync(run_dir, FILE_NAME, &serde_json::to_vec(self)?)
     }
 
-    /// Returns the address of the web page on the MLflow server that shows this run.
+    /// Returns the address of the web page that shows this MLflow run on the MLflow server.
     pub(super) fn page_address(&self) -> String {
         format!("{}/#/experiments/{}/runs/{}", self.uri, self.experiment_id, self.run_id)
     }

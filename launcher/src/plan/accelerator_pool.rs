@@ -1,5 +1,5 @@
-//! [`AcceleratorPool`]: the accelerators of one kind (such as NVIDIA GPUs) on a host, with the
-//! names by which an environment variable such as `CUDA_VISIBLE_DEVICES` selects them.
+//! Defines [`AcceleratorPool`], the accelerators of one kind on a host, with their names in a
+//! variable such as `CUDA_VISIBLE_DEVICES`.
 use super::key_error::key_error;
 use diagnostic::{Diagnostic, codes::host as codes};
 use jobspec::{
@@ -9,12 +9,12 @@ use jobspec::{
 use protocol::{control::HostInventory, hardware::Accelerator};
 use std::collections::BTreeSet;
 
-/// The largest number of entries that are read of a variable such as `CUDA_VISIBLE_DEVICES`.
-/// Further entries are ignored.
+/// The largest number of devices that are read from the value of a variable such as
+/// `CUDA_VISIBLE_DEVICES`. Further entries are ignored.
 const MAX_LISTED_DEVICES: usize = 1024;
 
-/// The accelerators of one kind on a host, in the order in which a program numbers them if no
-/// environment variable restricts it.
+/// The accelerators of one kind, such as NVIDIA GPUs, on a host, in the order in which programs
+/// number them by default.
 pub(super) struct AcceleratorPool<'a> {
     kind: AcceleratorKind,
     accelerators: Vec<&'a Accelerator>,
@@ -46,8 +46,8 @@ impl<'a> AcceleratorPool<'a> {
         (0..self.accelerators.len()).map(name).collect()
     }
 
-    /// Returns whether the name of at least one accelerator of the pool is unknown, so that no
-    /// environment variable can list it.
+    /// Returns whether at least one accelerator has no known number or UUID by which a variable
+    /// such as `CUDA_VISIBLE_DEVICES` can select it.
     pub(super) fn has_unnamed_accelerator(&self) -> bool {
         (0..self.accelerators.len()).any(|index| self.name_of_index(index).is_none())
     }
@@ -63,9 +63,9 @@ impl<'a> AcceleratorPool<'a> {
         }
     }
 
-    /// Returns the names (numbers or UUIDs for variables such as `CUDA_VISIBLE_DEVICES`) of the
-    /// accelerators that have the given numbers on their host. Fails if there is no such
-    /// accelerator, unless the accelerators of the host are `unknown`.
+    /// Converts the numbers of accelerators on their host to the names (numbers or UUIDs) that a
+    /// variable such as `CUDA_VISIBLE_DEVICES` contains. Fails if there is no such accelerator,
+    /// unless the accelerators of the host are `unknown`.
     pub(super) fn list_names_of_numbers(
         &self,
         numbers: &[u32],
@@ -79,8 +79,8 @@ impl<'a> AcceleratorPool<'a> {
         numbers.iter().map(name).collect()
     }
 
-    /// Returns the names of the accelerators to which a variable such as `CUDA_VISIBLE_DEVICES` in
-    /// the host's environment restricts programs, without duplicates. Like the runtimes, ignores
+    /// Returns the accelerators that the host's environment permits by a variable such as
+    /// `CUDA_VISIBLE_DEVICES`, as numbers or UUIDs without duplicates. Like the runtimes, ignores
     /// the first invalid entry and everything after it. Returns `None` if no variable restricts the
     /// accelerators.
     pub(super) fn names_in_host_environment(&self) -> Option<Vec<String>> {

@@ -7,8 +7,8 @@ use jobspec::{
 };
 use protocol::{control::HostInventory, hardware::list_accelerator_kinds};
 
-/// The accelerators that a job uses on one host, in the order in which programs number them, and
-/// how they are shared by workers and hidden from others.
+/// The accelerators that a job uses on one host, and how they are distributed to the workers of the
+/// host.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct AcceleratorSelection {
     /// The kind of the accelerators.
@@ -92,8 +92,9 @@ pub(super) fn select_accelerators(
     })
 }
 
-/// Returns a selection without accelerators for a job on CPUs, which hides all accelerators of the
-/// host from the job's programs. Fails if the host has accelerators that cannot be hidden.
+/// Returns the selection for a job that uses only CPUs: no accelerators, and variables that hide
+/// all accelerators of the host from programs. Fails if the host has accelerators that cannot be
+/// hidden.
 fn build_hidden_selection(inventory: &HostInventory) -> diagnostic::Result<AcceleratorSelection> {
     let kinds = list_accelerator_kinds(&inventory.accelerators);
     if let Some(traits) = kinds.iter().map(|kind| kind.traits()).find(|traits| traits.hide.is_none()) {
@@ -110,8 +111,8 @@ fn build_hidden_selection(inventory: &HostInventory) -> diagnostic::Result<Accel
     Ok(AcceleratorSelection { hidden, ..AcceleratorSelection::default() })
 }
 
-/// Returns the kinds of accelerators (such as GPUs of NVIDIA or NPUs) of a host that the job can
-/// use, each once.
+/// Returns the kinds of accelerators on a host that the job can use, such as NVIDIA GPUs or Ascend
+/// NPUs, without duplicates.
 ///
 /// The built-in training uses only GPUs of NVIDIA. On a host with GPUs of NVIDIA, those of AMD are
 /// often graphics that are integrated in the CPU, so that they count only if a variable of AMD
@@ -134,10 +135,9 @@ fn list_usable_kinds(inventory: &HostInventory, trains: bool) -> Vec<Accelerator
     kinds
 }
 
-/// Chooses, among the kinds `kinds` of accelerators on a host, the one that the job uses: the kind
-/// that the job or the host's environment names, or the only one. If there are several, the job or
-/// an environment variable that lists devices of one kind decides. Returns `None` if nothing
-/// decides.
+/// Chooses the kind of accelerators, such as NVIDIA GPUs, that a job uses on a host which has the
+/// kinds `kinds`. If there are several, the job or an environment variable that lists devices of
+/// one kind decides. Returns `None` if nothing decides.
 fn choose_kind(
     devices: &DeviceSelection,
     kinds: &[AcceleratorKind],
@@ -264,8 +264,8 @@ impl AcceleratorSelection {
         !self.hidden.is_empty() || sees_nothing && !self.unknown
     }
 
-    /// Returns for how many workers the selected accelerators of the host suffice, counting each as
-    /// often as built-in workers may share it.
+    /// Returns the number of workers that the selected accelerators of the host can serve: their
+    /// count, times the workers that may share each.
     pub(super) fn worker_capacity(&self) -> usize {
         self.count() * self.workers_per_gpu.max(1) as usize
     }
@@ -295,10 +295,9 @@ impl AcceleratorSelection {
             .map_or_else(|| none.to_owned(), |name| format!("{kind} {name}"))
     }
 
-    /// Fails if the job requires accelerators and the host has too few for its workers: each of
-    /// `workers` workers needs one, or a share of one. Also fails if the workers cannot be assigned
-    /// to them. Skips the check if no accelerator is selected because those of the host are not
-    /// known yet.
+    /// Fails if the host has too few accelerators for `workers` workers, although the job requires
+    /// accelerators. Also fails if the workers cannot be assigned to them. Skips the check if no
+    /// accelerator is selected because those of the host are not known yet.
     pub(super) fn check_worker_count(
         &self,
         job: &JobSpec,
@@ -360,8 +359,7 @@ impl AcceleratorSelection {
         Ok(())
     }
 
-    /// Returns a warning if the host has fewer accelerators than workers that run a program, so
-    /// that workers share an accelerator or find none.
+    /// Returns a warning if the host has fewer accelerators than workers of the user's program.
     pub(super) fn find_shared_warning(&self, host: &str, workers: u32) -> Option<Diagnostic> {
         let count = self.count();
         if self.workers_per_gpu > 0 || count == 0 || workers as usize <= count {
@@ -377,8 +375,8 @@ impl AcceleratorSelection {
         Some(warning.with_help("use at most one worker for each, unless the program shares them"))
     }
 
-    /// Fails if the host has several kinds of accelerators and the job does not choose one,
-    /// although its number of workers is to be that of the accelerators.
+    /// Fails if the number of workers depends on the accelerators, but the host has several kinds
+    /// and the job does not choose one.
     pub(super) fn check_single_kind(&self, inventory: &HostInventory) -> diagnostic::Result<()> {
         if self.mixed.is_empty() { Ok(()) } else { Err(mixed_kinds_error(&self.mixed, inventory)) }
     }

@@ -103,9 +103,8 @@ fn bind_to_cores(cores: &[&CpuCore], gpu_nodes: &[Option<u32>]) -> Option<Vec<Wo
     Some(shares.into_iter().map(slot).collect())
 }
 
-/// Divides cores or CPUs into equal shares, one for each worker, such that a worker's share comes
-/// from the NUMA nodes that [`assign_numa_nodes`] assigns to it. Returns `None` if a share would be
-/// empty.
+/// Divides the CPU cores of a host into equal shares, one per worker, each taken from the NUMA
+/// nodes that are assigned to the worker. Returns `None` if a share would be empty.
 fn divide_cores_within_nodes<'c>(
     units: &[&'c CpuCore],
     gpu_nodes: &[Option<u32>],

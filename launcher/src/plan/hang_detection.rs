@@ -3,12 +3,12 @@
 use jobspec::{HangTimeout, JobSpec};
 use protocol::control::HangDetection;
 
-/// The time without progress, in milliseconds, after which a job with accelerators hangs unless the
-/// user sets `run.hang_timeout`. A rank that waits for its GPU cannot notice that the GPU or a peer
-/// hangs.
+/// The default time without progress, in milliseconds, after which a job with accelerators counts
+/// as hanging. A rank that waits for its GPU cannot notice that the GPU or a peer hangs.
 const DEFAULT_TIMEOUT_MS: u64 = 10 * 60 * 1000;
 
-/// Why hangs of a job are detected, or not.
+/// The reason why launch does or does not detect hangs of a job, such as a key of the job or the
+/// kind of devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HangDetectionReason {
     /// The job sets `run.hang_timeout`.
@@ -26,7 +26,8 @@ pub(crate) enum HangDetectionReason {
 }
 
 impl HangDetectionReason {
-    /// Returns why hangs of `job` are detected as `detection` describes, or why they are not.
+    /// Returns the reason why launch detects hangs of `job`, or why it does not, for the output of
+    /// `launch plan`.
     pub(crate) fn explain(job: &JobSpec, detection: Option<HangDetection>) -> HangDetectionReason {
         let run = &job.run;
         match detection {
@@ -39,7 +40,8 @@ impl HangDetectionReason {
         }
     }
 
-    /// Returns the name of the reason in the JSON output of `launch plan`.
+    /// Returns the identifier of the reason why hangs are detected or not, for the JSON output of
+    /// `launch plan`.
     pub(crate) fn name(self) -> &'static str {
         match self {
             HangDetectionReason::Requested => "requested",
@@ -51,7 +53,7 @@ impl HangDetectionReason {
         }
     }
 
-    /// Returns the reason in words, for the text output of `launch plan`.
+    /// Describes why hangs are detected or not in words, for the text output of `launch plan`.
     pub(crate) fn describe(self) -> &'static str {
         match self {
             HangDetectionReason::Requested => "run.hang_timeout",
@@ -66,8 +68,9 @@ impl HangDetectionReason {
     }
 }
 
-/// Decides whether and after which time without progress a job hangs. `on_cpus` states that
-/// programs can only compute on CPUs, on every host.
+/// Decides whether launch detects hangs of the job, and after how many milliseconds without
+/// progress the job counts as hanging. `on_cpus` states that programs can only compute on CPUs, on
+/// every host.
 pub(super) fn choose_hang_detection(job: &JobSpec, on_cpus: bool) -> Option<HangDetection> {
     let detect = |timeout_ms, only_in_collectives| Some(HangDetection { timeout_ms, only_in_collectives });
     let run = &job.run;

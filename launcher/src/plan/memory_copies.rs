@@ -7,12 +7,12 @@ use diagnostic::{
 };
 use jobspec::JobSpec;
 
-/// The number of buffers in which a host stores each memory copy of a worker's training state: a
-/// new copy is written to one while the other keeps the previous copy.
+/// The number of buffers for each copy of a worker's training state in a host's memory, so that one
+/// stays valid while another is written.
 const BUFFERS_PER_COPY: u64 = 2;
 
-/// The host memory and the network traffic that a job needs to keep copies of its training state in
-/// the memory of its hosts.
+/// The memory and network traffic, in bytes per host, that in-memory copies of the training state
+/// (`checkpoint.memory`) cost a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct MemoryCopyCost {
     /// For each host, the bytes of memory for copies of the states of its workers and of workers on
@@ -28,10 +28,9 @@ pub(crate) struct MemoryCopyCost {
 }
 
 impl MemoryCopyCost {
-    /// Computes the host memory and the network traffic for copies of the training state in the
-    /// memory of hosts, if the host with the index `i` has `workers[i]` workers. `state_bytes`
-    /// contains the size of the state of each rank, in bytes. Returns `None` if the job keeps no
-    /// memory copies.
+    /// Computes the bytes of memory and network traffic for in-memory copies of the training state,
+    /// for hosts with the given numbers of workers. `state_bytes` contains the size of the state of
+    /// each rank, in bytes. Returns `None` if the job keeps no memory copies.
     pub(crate) fn compute(job: &JobSpec, workers: &[usize], state_bytes: &[u64]) -> Option<Self> {
         let spec = job.checkpoint.memory.as_ref().filter(|_| !state_bytes.is_empty())?;
         let mut rest = state_bytes.iter();
@@ -49,8 +48,8 @@ impl MemoryCopyCost {
         })
     }
 
-    /// Formats, as a line of text, the memory for copies of training states and the traffic for
-    /// them, on the host that needs the most.
+    /// Formats the cost of in-memory copies as one line: the largest memory use of a host and the
+    /// largest traffic of a rank and host.
     pub(crate) fn format(&self) -> String {
         let largest = |values: &[u64]| values.iter().copied().max().unwrap_or(0);
         let memory = format_bytes(largest(&self.memory_by_host));

@@ -14,9 +14,9 @@ pub(super) fn build_worker_command(run: &RunSpec, local_rank: Rank) -> Option<Ve
     Some(words)
 }
 
-/// Builds the words of the program, such as a profiler, that precedes the command of a worker
-/// (`run.wrap` in job.yaml). The first item of the job is the outermost program. `values` are the
-/// placeholders of a worker with their values.
+/// Returns the words that precede a worker's command to run it under another program, such as a
+/// profiler (`run.wrap` in job.yaml). The first item of the job is the outermost program. `values`
+/// are the placeholders of a worker with their values.
 pub(super) fn build_wrapper(run: &RunSpec, rank: Rank, values: &[(&str, String)]) -> Vec<String> {
     let items = run.wrap.iter().filter(|item| item.ranks.contains(rank));
     items.flat_map(|item| item.expand_words(values)).collect()

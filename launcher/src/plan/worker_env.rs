@@ -12,14 +12,14 @@ use std::{
     path::Path,
 };
 
-/// The text that stands for the rendezvous address in a worker's environment variables until the
-/// rendezvous port is bound.
+/// The value of the variable `JAX_COORDINATOR_ADDRESS` in a worker's environment as long as the
+/// address of JAX's coordinator is unknown.
 const UNBOUND_ADDRESS_PLACEHOLDER: &str = "auto";
 /// The largest number of threads that `OMP_NUM_THREADS` may set for one worker.
 const MAX_THREADS: u32 = 4096;
 
-/// The values, such as the world size, that the environment variables of all workers of an attempt
-/// (start of all workers) have in common.
+/// Values that are equal in the environment variables of all workers, such as the world size and
+/// the run ID.
 pub(super) struct SharedEnvValues<'a> {
     pub(super) job: &'a JobSpec,
     pub(super) run: &'a RunId,
@@ -38,8 +38,8 @@ pub(super) struct SharedEnvValues<'a> {
     pub(super) on_cpus: bool,
 }
 
-/// The values that differ between the environment variables of workers: the ranks, the number of
-/// threads and the accelerators of one worker.
+/// Values that differ from worker to worker in the environment variables, such as the rank and the
+/// number of threads.
 pub(super) struct WorkerEnvValues<'a> {
     pub(super) rank: Rank,
     pub(super) local_rank: u32,
@@ -99,9 +99,9 @@ pub(super) fn build_worker_env(
     added.chain(job.run.env.iter().cloned()).collect()
 }
 
-/// Returns the environment variables of Accelerate and JAX that the workers get unless the user
-/// sets them. Accelerate trains each worker alone on CPUs, unless a variable states that CPUs are
-/// intended. [`insert_rendezvous`] replaces the address of JAX's coordinator.
+/// Returns default values of environment variables of Accelerate and JAX, which workers get unless
+/// the user sets these variables. Accelerate trains each worker alone on CPUs, unless a variable
+/// states that CPUs are intended. [`insert_rendezvous`] replaces the address of JAX's coordinator.
 fn build_framework_defaults(
     job_env: &SharedEnvValues<'_>,
     inventory: &HostInventory,
@@ -163,8 +163,8 @@ fn build_interface_defaults(job_env: &SharedEnvValues<'_>, host: &JobHost) -> Ve
     defaults
 }
 
-/// Inserts `MASTER_ADDR` and `MASTER_PORT` into the environment `env`, after the variables with the
-/// worker's ranks, and replaces the address of JAX's coordinator unless the user has set it.
+/// Inserts `MASTER_ADDR` and `MASTER_PORT` into a worker's environment `env`, and completes the
+/// address of JAX's coordinator unless the user has set it.
 pub(super) fn insert_rendezvous(env: &mut Vec<(String, String)>, address: String, port: String) {
     let coordinator =
         env.iter_mut().find(|(n, v)| n == env::JAX_COORDINATOR_ADDRESS && v == UNBOUND_ADDRESS_PLACEHOLDER);
@@ -185,8 +185,8 @@ pub(super) fn compute_local_rank_value(job: &JobSpec, local_rank: Rank) -> Rank 
     }
 }
 
-/// Returns the environment variables of torchrun, DeepSpeed and JAX that workers get if they run a
-/// program, but not if they run the built-in training.
+/// Returns the environment variables of torchrun, DeepSpeed and JAX for a worker that runs the
+/// user's program.
 fn build_program_env(
     job_env: &SharedEnvValues<'_>,
     position: &WorkerEnvValues<'_>,

@@ -20,8 +20,8 @@ pub(crate) fn become_subreaper() -> io::Result<()> {
     Ok(prctl::set_child_subreaper(true)?)
 }
 
-/// Returns a lock; while the caller holds it, other threads of this process cannot start, reap or
-/// kill child processes.
+/// Locks out other threads of this process from starting, reaping or killing child processes until
+/// the caller drops the lock.
 ///
 /// Transports start processes on several threads. Without the lock, a process could be reaped, or
 /// killed as an unknown one, before its transport has listed it.
@@ -69,9 +69,9 @@ pub(crate) fn reap_children(
     }
 }
 
-/// Kills the process group of the child process `pid`, which leads the group, and reaps the child,
-/// if the child has ended. Returns the exit status, or `None` if the process has not ended. Does
-/// not block.
+/// Checks whether the child process `pid` has ended and, if so, kills the other processes of its
+/// process group and reaps the child. Returns the exit status, or `None` if the process has not
+/// ended. Does not block.
 pub(crate) fn reap_group_leader(pid: u32) -> Option<ExitStatus> {
     // SAFETY: waitid fills the zeroed siginfo, and neither blocks nor reaps.
     let has_ended = unsafe {

@@ -94,8 +94,8 @@ fn parse_process_stat(pid: i32, stat: &str) -> Option<ProcessStat> {
     (state != "Z" && state != "X").then_some(ProcessStat { pid, parent, start_time, ticks, stopped })
 }
 
-/// Sends `signal` to the process `pid` if its start time is still the expected one, so that no
-/// other process that got the same pid gets the signal. Returns whether the signal was sent.
+/// Sends `signal` to a process only if its start time still matches, because another process may
+/// have got its pid. Returns whether the signal was sent.
 pub(crate) fn signal_if_unchanged(process: ProcessStat, signal: Signal) -> bool {
     // SAFETY: pidfd_open takes two integers and returns a new descriptor or -1.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, process.pid, 0) };

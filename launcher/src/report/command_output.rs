@@ -23,16 +23,16 @@ pub(crate) fn write_file_text(text: &str) -> io::Result<()> {
     }
 }
 
-/// Writes `text`, whose unprintable characters the caller has already replaced, to stdout and
-/// flushes stdout. Fails if stdout is a closed pipe, so that a command that follows a file
-/// (`--follow`) can end.
+/// Writes `text`, which must not contain unprintable characters, to stdout and flushes stdout.
+/// Fails if stdout is a closed pipe, so that a command that follows a file (`--follow`) can end.
 pub(crate) fn write_filtered_text(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes()).and_then(|()| out.flush())
 }
 
-/// Writes output of a program to stdout or stderr. Only a terminal gets the text without
-/// unprintable characters. Fails if the stream is a closed pipe.
+/// Writes the output of a user's program, such as that of a worker, to this process's stdout or
+/// stderr. Only a terminal gets the text without unprintable characters. Fails if the stream is a
+/// closed pipe.
 pub(crate) fn write_program_output(is_stderr: bool, bytes: &[u8]) -> io::Result<()> {
     let is_terminal = if is_stderr { stderr_is_terminal() } else { stdout_is_terminal() };
     let filtered = is_terminal.then(|| filter_text(&String::from_utf8_lossy(bytes)));
@@ -44,8 +44,8 @@ pub(crate) fn write_program_output(is_stderr: bool, bytes: &[u8]) -> io::Result<
     out.write_all(bytes).and_then(|()| out.flush())
 }
 
-/// Converts the error that the reader of stdout has closed the pipe to success. Returns any other
-/// result unchanged.
+/// Returns success instead of the error that stdout is a closed pipe. Returns any other result
+/// unchanged.
 fn ignore_closed_pipe(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),

@@ -31,8 +31,8 @@ impl Console {
         Console { bar, stdout_works: true, stderr_works: true }
     }
 
-    /// Returns the style of the progress bar with the layout `template` (in the syntax of
-    /// `indicatif`), or the default style if `template` is invalid.
+    /// Returns the style of the progress bar for the `indicatif` template `template`, or the
+    /// default style if the template is invalid.
     fn make_bar_style(template: &str) -> ProgressStyle {
         let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
         style.progress_chars("━╸─")
@@ -52,7 +52,7 @@ impl Console {
         }
     }
 
-    /// Sets the text next to the progress bar and, if `done` is given, the number of finished
+    /// Sets the text of the progress bar and, if `done` is not `None`, the number of finished
     /// training steps.
     pub(super) fn set_bar_text(&mut self, done: Option<u64>, message: String) {
         if let Some(bar) = &self.bar {
@@ -83,8 +83,9 @@ impl Console {
         self.write_to_stderr(&filter_colored_text(line));
     }
 
-    /// Writes an output line of a worker to stdout or, as a message, to stderr. A terminal gets no
-    /// unprintable characters other than colors. Pipes and files get the bytes of the worker.
+    /// Writes an output line of a worker to stdout or, if `is_message` is set, to stderr. A
+    /// terminal gets no unprintable characters other than colors. Pipes and files get the bytes of
+    /// the worker.
     pub(super) fn write_worker_line(&mut self, line: &str, is_message: bool) {
         let to_terminal = if is_message { io::stderr().is_terminal() } else { io::stdout().is_terminal() };
         let line = if to_terminal { Cow::Owned(filter_colored_text(line)) } else { Cow::Borrowed(line) };

@@ -41,8 +41,8 @@ pub(super) struct Deduplicator {
 }
 
 impl Deduplicator {
-    /// Creates a deduplicator for the output of `shown_ranks` ranks. With a single rank, lines
-    /// never wait.
+    /// Creates a deduplicator for output lines, where `shown_ranks` is the number of ranks whose
+    /// output is shown. With a single rank, lines never wait.
     pub(super) fn new(shown_ranks: usize) -> Self {
         Deduplicator { shown_ranks, ..Deduplicator::default() }
     }
@@ -127,9 +127,9 @@ impl Deduplicator {
         self.waiting.get_mut(number.checked_sub(first)? as usize)
     }
 
-    /// Finds the waiting line to which a new, equal line of rank `rank` must be added, and returns
-    /// its number. This is the first waiting line with equal stream and text that arrived after the
-    /// last line of `rank`. Returns `None` if there is no such line.
+    /// Returns the number of the waiting line with which a new line of the rank `rank` can be
+    /// merged, because both texts are equal. This is the first waiting line with equal stream and
+    /// text that arrived after the last line of `rank`. Returns `None` if there is no such line.
     fn find_equal_line(&self, rank: Rank, stderr: bool, text: &str) -> Option<u64> {
         if self.shown_ranks < 2 {
             return None;

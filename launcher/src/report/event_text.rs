@@ -66,8 +66,8 @@ pub(crate) fn format_event(event: &Event) -> String {
     }
 }
 
-/// Formats the event [`Event::Resume`]: from which checkpoint or copies in memory the run resumes.
-/// Returns an empty text for other events.
+/// Formats the event [`Event::Resume`], which states the checkpoint or the in-memory copies from
+/// which a run resumes. Returns an empty text for other events.
 fn format_resume(event: &Event) -> String {
     let Event::Resume { step, path, world, stage, source, reason } = event else { return String::new() };
     let stage = stage.map_or_else(String::new, |stage| format!(" at ZeRO stage {stage}"));
@@ -81,8 +81,8 @@ fn format_resume(event: &Event) -> String {
     format!("resuming at step {step} from {path}{writer}{reason}")
 }
 
-/// Formats the times of the ranks in a step: the time of the step, and the ranges of the times in
-/// which ranks work and wait for other ranks.
+/// Formats the duration of a training step, and the shortest and longest times for which ranks work
+/// and wait in the step.
 fn format_step_times(times: &StepTimesReport) -> String {
     let (work, waiting) = (&times.work_s, &times.waiting_s);
     format!(

@@ -7,7 +7,8 @@ use std::time::Duration;
 const LINES_PER_SECOND: f64 = 200.0;
 /// The largest number of output lines of workers that may be shown at once.
 const BURST_LINES: f64 = 2000.0;
-/// The least time between two reports of omitted output lines while no line is shown.
+/// The shortest time between two reports of the number of omitted output lines while all lines are
+/// omitted.
 const OMISSION_REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Limits how many output lines of workers are shown per second (a token bucket), and counts the
@@ -43,8 +44,8 @@ impl LineRateLimit {
         }
     }
 
-    /// Decides whether an output line that arrives at `now` is shown, and counts a line that is
-    /// not. `now` is the time since any fixed start.
+    /// Decides whether an output line that arrives at `now` is shown or omitted, and counts the
+    /// omitted lines. `now` is the time since any fixed start.
     pub(super) fn decide_line(&mut self, now: Duration) -> LineDecision {
         let passed = now.saturating_sub(self.refilled_at).as_secs_f64();
         self.tokens = (self.tokens + passed * LINES_PER_SECOND).min(BURST_LINES);

@@ -30,8 +30,8 @@ impl LossCurve {
         }
     }
 
-    /// Draws the plot and returns its lines of text. Returns no lines if there are fewer than two
-    /// steps.
+    /// Returns the plot of a run's losses as lines of braille characters, from top to bottom.
+    /// Returns no lines if there are fewer than two steps.
     pub(super) fn draw_lines(&self) -> Vec<String> {
         let (Some(first), Some(last)) = (self.points.first(), self.points.last()) else { return Vec::new() };
         if self.points.len() < 2 || first.0 == last.0 {

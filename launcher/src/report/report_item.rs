@@ -1,13 +1,13 @@
-//! [`ReportItem`]: what the controller passes to the thread that shows the run to the user, such as
-//! an event or an output line. Also defines the options and the summary of a run that the thread
-//! shows.
+//! Defines [`ReportItem`], an event, output line or message that the controller passes to the
+//! thread that shows the run to the user. Also defines the options and the summary of a run that
+//! the thread shows.
 use crate::worker_end::PeerWorkerEnd;
 use jobspec::ids::Rank;
 use protocol::event::{Event, EventSchema, WorkerPhase};
 use std::path::PathBuf;
 
-/// What the reporter needs to know to show a run to the user: the output options, and the number of
-/// workers and hosts.
+/// The options by which a run is shown to the user, such as JSON output, and the numbers of workers
+/// and hosts.
 #[derive(Clone, Debug)]
 pub(crate) struct ReportConfig {
     /// The schema in which events are printed to stdout as JSON lines; `None` without `--json`.

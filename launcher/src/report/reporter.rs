@@ -37,8 +37,8 @@ pub(crate) struct Reporter {
     dropped: u64,
 }
 
-/// Counters of waiting and omitted lines that the thread which shows the run shares with its
-/// handle.
+/// The numbers of shown items and of waiting output lines, which the reporting thread shares with
+/// the controller.
 #[derive(Debug, Default)]
 struct ReportCounters {
     /// The number of items that the reporting thread has shown.
@@ -90,8 +90,8 @@ impl Reporter {
         self.enqueue(ReportItem::Event(event));
     }
 
-    /// Queues an event that an earlier controller of the run has reported, which is shown to the
-    /// user, but not printed as JSON.
+    /// Queues an event of an earlier controller, which is shown to the user but never printed as
+    /// JSON.
     pub(crate) fn show_event_of_earlier_controller(&mut self, event: Event) {
         self.enqueue(ReportItem::Context(event));
     }
@@ -109,7 +109,8 @@ impl Reporter {
         }
     }
 
-    /// Queues what a rank does now (its phase, such as `training`), which the progress bar shows.
+    /// Queues the phase of a rank (what the rank currently does, such as `training`) for the
+    /// progress bar.
     pub(crate) fn show_phase(&mut self, rank: Rank, phase: WorkerPhase) {
         self.enqueue(ReportItem::Progress { rank, phase });
     }

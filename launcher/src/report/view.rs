@@ -1,5 +1,5 @@
-//! [`RunView`]: shows the events, lines and messages of a run on the console. The reporting thread
-//! owns the view.
+//! Defines [`RunView`], which shows the events, the workers' output lines and the messages of a run
+//! on the console. The reporting thread owns the view.
 use super::{
     console::Console,
     deduplicator::{Deduplicator, MergedLine},
@@ -25,21 +25,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The longest time during training after which another line about a step is shown. After this
-/// time, the next step gets a line, even if the step is not one of the [`STEP_LINE_COUNT`]. Applies
-/// only without a progress bar.
+/// The time since the last printed training step after which the next step is printed in any case.
+/// After this time, the next step gets a line, even if the step is not one of the
+/// [`STEP_LINE_COUNT`]. Applies only without a progress bar.
 const STEP_LINE_INTERVAL: Duration = Duration::from_secs(10);
 /// The approximate number of lines about training steps that are shown during a run without a
 /// progress bar.
 const STEP_LINE_COUNT: u64 = 20;
 /// The time constant of the exponential average of step durations, in seconds.
 const STEP_TIME_AVERAGING_SECONDS: f64 = 10.0;
-/// The share of a step's duration, from 0 to 1, that waiting for collectives must at least take to
-/// be shown. Smaller shares are omitted.
+/// The smallest share of a step's duration, from 0 to 1, that is shown to the user as time in which
+/// computation waits for collectives. Smaller shares are omitted.
 const MIN_SHOWN_EXPOSED_SHARE: f64 = 0.05;
 
-/// What was shown of a run so far (step, loss, waiting lines), and the console on which the run is
-/// shown.
+/// The state from which a run is shown on the console, such as the newest step, the losses and the
+/// waiting output lines.
 pub(super) struct RunView {
     config: ReportConfig,
     console: Console,
@@ -63,7 +63,7 @@ pub(super) struct RunView {
 }
 
 impl RunView {
-    /// Creates the view of a run that has not shown anything yet.
+    /// Creates the view of a run, with an empty loss curve and no shown steps or lines.
     pub(super) fn new(config: ReportConfig) -> Self {
         let stdout_is_terminal = io::stdout().is_terminal();
         // JSON lines on the same terminal would break the progress bar.
@@ -131,8 +131,8 @@ impl RunView {
         }
     }
 
-    /// Returns the time until [`RunView::show_due_lines`] must be called because a waiting line is
-    /// due. Returns `None` if no line is waiting.
+    /// Returns the time until the next waiting output line is due, at which
+    /// [`RunView::show_due_lines`] must be called. Returns `None` if no line is waiting.
     pub(super) fn time_to_deadline(&self) -> Option<Duration> {
         self.dedup.next_line_deadline().map(|at| at.saturating_sub(self.started_at.elapsed()))
     }
@@ -226,7 +226,8 @@ impl RunView {
         }
     }
 
-    /// Stores those values of an event that the progress bar or the final messages will show.
+    /// Stores the values of an event that the progress bar or the final messages need, such as the
+    /// path of a checkpoint.
     fn update_summary_state(&mut self, event: &Event) {
         match event {
             Event::Ready { step, total_steps, .. } => {
@@ -318,8 +319,8 @@ impl RunView {
 
     // ---- failures and the end ----
 
-    /// Writes a failure to stderr, followed by the final output lines of the failed rank, the path
-    /// of its log, and the help texts.
+    /// Writes a failure to stderr, with the last output lines of the failed rank, the path of its
+    /// log and advice.
     fn show_failure(&mut self, failure: &FailureReport) {
         self.console.write_stderr_line(&filter_line(&format_failure(failure)));
         if !failure.tail.is_empty() {
@@ -336,8 +337,8 @@ impl RunView {
         }
     }
 
-    /// Writes the final messages to stderr: how the other ranks ended, the loss curve of a built-in
-    /// training, how the run ended, and the files of the run.
+    /// Writes the final messages of a run to stderr, such as its duration and result, the loss
+    /// curve and the paths of its files.
     fn show_summary(&mut self, summary: &RunSummary) {
         if let omitted @ 1.. = self.rate_limit.take_omitted_count() {
             self.report_omitted_lines(omitted);
@@ -366,8 +367,8 @@ impl RunView {
         self.show_file_paths(summary);
     }
 
-    /// Describes how a rank ended that was not the root cause of the failure. Names the host of the
-    /// rank if the run has several hosts.
+    /// Describes how a rank ended after another rank, or a host, had caused the failure of the job.
+    /// Names the host of the rank if the run has several hosts.
     fn format_peer_end(&self, peer: &PeerWorkerEnd) -> String {
         if self.config.hosts > 1 { format!("{} (on {})", peer.end, peer.host) } else { peer.end.to_string() }
     }

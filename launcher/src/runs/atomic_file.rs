@@ -15,16 +15,16 @@ pub(crate) fn write_atomically(directory: &Path, name: &str, bytes: &[u8]) -> io
     write_with_mode(directory, name, bytes, PRIVATE_FILE_MODE)
 }
 
-/// Replaces the content of the file `name` in `directory` by `bytes`, atomically but not durably:
-/// after a crash of the machine, the file may have its previous content, or be empty. Only the user
-/// can read the file.
+/// Replaces a file atomically but without fsync, so that a crash of the machine may leave its old
+/// content or an empty file. Only the user can read the file.
 pub(crate) fn replace_file_without_sync(directory: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     let temporary = create_temporary_file(directory, name, bytes, PRIVATE_FILE_MODE)?.1;
     fs::rename(&temporary, directory.join(name))
 }
 
-/// Replaces the content of a file to which the user has directed output, atomically and durably.
-/// `mode` has the permissions of the file, such as [`PRIVATE_FILE_MODE`].
+/// Replaces, atomically and durably, the file at `path`, which the user has named as the
+/// destination of a command's output. `mode` has the permissions of the file, such as
+/// [`PRIVATE_FILE_MODE`].
 pub(crate) fn replace_output_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     let name = path.file_name().and_then(|name| name.to_str());
     let name = name.ok_or_else(|| io::Error::other("the path does not end with the name of a file"))?;
@@ -40,8 +40,8 @@ fn write_with_mode(directory: &Path, name: &str, bytes: &[u8], mode: u32) -> io:
     File::open(directory)?.sync_all()
 }
 
-/// Writes `bytes` to a temporary file in `directory` that is then renamed to `name`, to replace
-/// that file. Returns the file and its path.
+/// Writes `bytes` to a new temporary file in `directory`; the caller then renames this file to
+/// `name`. Returns the file and its path.
 fn create_temporary_file(
     directory: &Path,
     name: &str,

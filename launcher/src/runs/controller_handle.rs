@@ -1,5 +1,5 @@
-//! [`open_controller_handle`]: opens a handle of the process that controls a run, if its open files
-//! prove that the process with the recorded pid is the controller.
+//! Defines [`open_controller_handle`], which opens a pidfd of the process that controls a run,
+//! after checking that this process has the run's journal open.
 use super::{
     process_identity::ProcessHandle,
     registry::{JOURNAL_FILE, RunRecord},
@@ -10,8 +10,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a controller may take after writing `run.json` until it has opened the journal (the
-/// run's file of events), which proves that it is the controller.
+/// How long a new controller may take to open the run's journal (its file of events) after it has
+/// written `run.json`.
 const JOURNAL_OPEN_TIMEOUT: Duration = Duration::from_secs(2);
 /// How often the open files of a process are checked to find out whether the process is the
 /// controller of a run.
@@ -40,8 +40,8 @@ pub(crate) fn open_controller_handle(record: &RunRecord) -> io::Result<Option<Pr
     }
 }
 
-/// Returns whether the process that the run's `run.json` names as the controller has the run's
-/// journal (its file of events) open.
+/// Returns whether the controller process that `run.json` names has the run's journal (its file of
+/// events) open.
 fn has_journal_open(record: &RunRecord) -> io::Result<bool> {
     let journal = open_own_file(&record.run_dir.join(JOURNAL_FILE))?.metadata()?;
     let files = fs::read_dir(format!("/proc/{}/fd", record.controller.pid))?;

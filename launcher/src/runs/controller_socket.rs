@@ -16,8 +16,7 @@ use std::{
     },
 };
 
-/// The number of names for its socket from which a controller chooses a free one, so that another
-/// user cannot easily take all of them.
+/// The number of possible socket names per run, of which another user cannot easily occupy all.
 const SOCKET_NAME_COUNT: u32 = 16;
 
 /// Returns the abstract Unix socket addresses at which a run's controller may listen, in the order

@@ -24,12 +24,12 @@ const RECORD_VERSION: u32 = 1;
 /// The name of the file in a run directory to which the controller writes the events of the run
 /// (the journal).
 pub(crate) const JOURNAL_FILE: &str = "events.jsonl";
-/// The largest number of bytes that are read of a `run.json`, the file that describes a run and its
+/// The largest size, in bytes, of a valid `run.json`, the file that describes a run and its
 /// controller. A longer file is not a valid record.
 const MAX_RECORD_BYTES: u64 = 256 << 10;
-/// How often a `run.json` is read before it counts as invalid, because its controller may be
-/// rewriting the file. A controller that takes over a run replaces the file, and a file that is
-/// being replaced looks like that of another run.
+/// The largest number of times that `run.json` is read until it is valid, because another process
+/// may be replacing the file. A controller that takes over a run replaces the file, and a file that
+/// is being replaced looks like that of another run.
 const MAX_RECORD_READS: usize = 3;
 /// The longest run ID, in bytes, that is accepted in `run.json`, the file that describes a run.
 const MAX_ID_BYTES: usize = 128;
@@ -40,12 +40,12 @@ const MAX_NAME_BYTES: usize = 128;
 const MAX_RECORDS: usize = 500;
 /// The largest number of entries of one directory that are read when runs are searched.
 const MAX_DIR_ENTRIES: usize = 10_000;
-/// How much longer than `run.controller_timeout` the workers of a run without a controller are
-/// assumed to continue, before the run counts as lost. The margin is needed because a controller
-/// updates the modification time of its journal only from time to time.
+/// The time added to `run.controller_timeout` after which a run without a controller counts as
+/// lost. The margin is needed because a controller updates the modification time of its journal
+/// only from time to time.
 const UNATTENDED_MARGIN: Duration = Duration::from_secs(60);
-/// The number of bytes at the end of a run's journal (its file of events) in which the last
-/// optimizer step and the end of the run are searched.
+/// The number of bytes that are read from the end of a run's journal (its file of events) to find
+/// the last optimizer step.
 const JOURNAL_TAIL_BYTES: u64 = 256 << 10;
 
 /// The content of `run.json`, the file in a run directory that describes the run and the process
@@ -119,10 +119,10 @@ pub(crate) enum RunLossReason {
     HostRebooted,
 }
 
-/// Writes the `run.json` that describes a run whose controller is this process, and links the file
-/// in the state directory, in which this user's runs are listed. Removes the oldest links of other
-/// runs if there are too many. `controller_timeout_ms` is how long the workers continue when the
-/// controller is lost. `batch_job` is the batch job that started the run.
+/// Writes `run.json`, which names this process as the controller of a new run, and adds the run to
+/// the user's list of runs. Removes the oldest links of other runs if there are too many.
+/// `controller_timeout_ms` is how long the workers continue when the controller is lost.
+/// `batch_job` is the batch job that started the run.
 pub(crate) fn register_run(
     plan: &Plan,
     name: &str,
@@ -152,8 +152,8 @@ pub(crate) fn register_takeover(run_dir: &Path) -> io::Result<()> {
     write_record(&RunRecord { controller: ProcessIdentity::current()?, ..record })
 }
 
-/// Writes the `run.json` that describes a run, and links the file in the state directory, in which
-/// this user's runs are listed. Removes the oldest links of other runs if there are too many.
+/// Writes `run.json`, the description of a run, and adds a link to it to the directory that lists
+/// this user's runs. Removes the oldest links of other runs if there are too many.
 fn write_record(record: &RunRecord) -> io::Result<()> {
     write_atomically(&record.run_dir, "run.json", &serde_json::to_vec_pretty(record)?)?;
     let Some(directory) = resolve_state_dir() else { return Ok(()) };
@@ -174,9 +174,9 @@ fn resolve_state_dir() -> Option<PathBuf> {
     state.map(|state| state.join("launch/runs"))
 }
 
-/// Removes the links of the oldest runs from the state directory `directory`, which lists this
-/// user's runs, if there are [`MAX_RECORDS`] or more. Keeps the links of active runs. The names of
-/// links sort by the start time of the run.
+/// Removes links to the oldest runs from `directory`, the list of this user's runs, so that fewer
+/// than [`MAX_RECORDS`] links remain. Keeps the links of active runs. The names of links sort by
+/// the start time of the run.
 fn remove_old_records(directory: &Path) {
     let mut names = list_json_files(directory);
     names.sort();
@@ -189,8 +189,8 @@ fn remove_old_records(directory: &Path) {
     }
 }
 
-/// Returns the paths of the `.json` files of a directory whose names do not begin with a dot, in no
-/// particular order.
+/// Returns the paths of the files in a directory whose names end with `.json` and do not begin with
+/// a dot.
 fn list_json_files(directory: &Path) -> Vec<PathBuf> {
     let entries =
         fs::read_dir(directory).into_iter().flatten().flatten().take(MAX_DIR_ENTRIES).map(|e| e.path());
@@ -198,8 +198,8 @@ fn list_json_files(directory: &Path) -> Vec<PathBuf> {
     entries.filter(|path| path.extension().is_some_and(|e| e == "json") && visible(path)).collect()
 }
 
-/// Loads the runs that the state directory of this user lists, and those in the directories
-/// `runs/NAME/RUN` below `base`, sorted from the newest to the oldest. Skips unreadable records.
+/// Loads all runs that this user's state directory or the directory `runs` below `base` contains,
+/// sorted from newest to oldest. Skips unreadable records.
 pub(crate) fn list_runs(base: &Path) -> Vec<Run> {
     let mut records: BTreeMap<String, RunRecord> = BTreeMap::new();
     let linked = resolve_state_dir().map(|d| list_json_files(&d)).unwrap_or_default();
@@ -315,22 +315,22 @@ fn read_journal_end(journal: &Path) -> JournalEnd {
     journal
 }
 
-/// Returns the path of the file in this user's state directory that records the end of the run
-/// `run` if the journal (file of events) of the run could not.
+/// Returns the path of the file in the state directory that stores the end of a run whose journal
+/// (file of events) was not writable.
 fn resolve_run_end_path(run: &str) -> Option<PathBuf> {
     Some(resolve_state_dir()?.join(format!("{run}.end")))
 }
 
-/// Writes the exit code and the duration of a run, in seconds, to this user's state directory,
-/// because they cannot be written to the run's own journal (file of events).
+/// Writes the exit code and duration, in seconds, of a run to this user's state directory instead
+/// of the run's journal (file of events).
 pub(crate) fn record_run_end_outside_journal(run: &str, exit_code: u8, seconds: f64) -> io::Result<()> {
     let file = resolve_run_end_path(run).ok_or_else(|| io::Error::other("there is no state directory"))?;
     create_private_dir(file.parent().unwrap_or(Path::new("/")))?;
     create_or_truncate_private_file(&file)?.write_all(&serde_json::to_vec(&(exit_code, seconds))?)
 }
 
-/// Reads the exit code and the duration of a run from this user's state directory, where they are
-/// stored if the run's own journal (file of events) could not be completed.
+/// Reads the exit code and duration, in seconds, that this user's state directory stores for a run
+/// whose journal was not writable.
 fn read_recorded_run_end(run: &str) -> Option<(u8, f64)> {
     let mut bytes = Vec::new();
     open_own_file(&resolve_run_end_path(run)?).ok()?.take(MAX_RECORD_BYTES).read_to_end(&mut bytes).ok()?;

@@ -81,8 +81,8 @@ impl From<RunSelectionError<'_>> for Diagnostic {
     }
 }
 
-/// Selects from `runs`, sorted from the newest to the oldest, the run that the user has named on
-/// the command line, or the obvious one if no name was given.
+/// Selects the run that the user has named on the command line or, without a name, the only active
+/// run.
 ///
 /// `name` is, in this order of precedence, the ID of a run, the name of a job, or the beginning of
 /// the ID of a run. The name of a job selects the job's active run or, if none is active, the

@@ -112,10 +112,9 @@ fn print_rates(ranks: usize, rates: &[Vec<f64>; 6]) {
     );
 }
 
-/// Calls `f(rank, part)` in a separate thread for each rank, where `part` is the range of the
-/// benchmark's only weight tensor that the rank saves, and waits for all threads. Returns the
-/// results in the order of the ranks. If some calls fail, returns the error of the lowest rank that
-/// failed.
+/// Runs `f` in one thread per rank, with the rank's number and its elements of the benchmark's
+/// weight tensor, and returns all results. Returns the results in the order of the ranks. If some
+/// calls fail, returns the error of the lowest rank that failed.
 fn run_on_each_part<T: Send>(
     parts: &[&[f32]],
     f: impl Fn(usize, &[f32]) -> Result<T, Error> + Sync,
@@ -156,8 +155,8 @@ fn read_direct(path: &Path, len: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// Saves a checkpoint with a single weight tensor, of which each rank (a thread of the benchmark)
-/// saves the elements in one of `parts`. Returns the path of the checkpoint.
+/// Saves a checkpoint with a single weight tensor, where one thread per rank saves the elements in
+/// its item of `parts`. Returns the path of the checkpoint.
 fn save_checkpoint(dir: &Path, parts: &[&[f32]], step: u64) -> Result<std::path::PathBuf, Error> {
     let total: usize = parts.iter().map(|p| p.len()).sum();
     let world = parts.len() as u32;

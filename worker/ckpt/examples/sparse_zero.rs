@@ -92,8 +92,8 @@ struct SparseStorage {
 }
 
 impl SparseStorage {
-    /// Creates the storage of a tensor that holds the elements `range` of the test checkpoint's
-    /// weights (if `role` is 0) or of one of Adam's moments.
+    /// Creates the storage for the elements `range` of the test checkpoint's weights (`role` 0) or
+    /// of a moment of Adam (other values).
     fn new(range: std::ops::Range<u64>, role: u64) -> SparseStorage {
         let first = range.start.next_multiple_of(NONZERO_DISTANCE);
         let marked = (first..range.end).step_by(NONZERO_DISTANCE as usize);
@@ -232,10 +232,9 @@ impl PickleWriter {
         self.0.push(b'e');
     }
 
-    /// Writes a contiguous tensor of the shape `shape` in the way in which `torch.save` does: as a
-    /// reference to its storage, which another zip member contains. The tensor begins at element
-    /// `offset` of the storage with number `storage`, which has `stored` elements and the torch
-    /// class `class`.
+    /// Writes a contiguous tensor to the pickle as `torch.save` does, as a reference to a storage
+    /// in another zip member. The tensor begins at element `offset` of the storage with number
+    /// `storage`, which has `stored` elements and the torch class `class`.
     fn write_tensor(&mut self, class: &str, storage: u64, stored: u64, offset: u64, shape: &[u64]) {
         self.0.extend(b"ctorch._utils\n_rebuild_tensor_v2\n((");
         self.write_text("storage");

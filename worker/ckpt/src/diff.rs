@@ -169,8 +169,8 @@ pub fn diff_checkpoints(
     Ok(report)
 }
 
-/// Formats a tied weight as `role/alias = role/target`, with its second name and the name under
-/// which it is stored.
+/// Formats the two names of a tied weight as `weight/ALIAS = weight/STORED`, such as an output
+/// layer that is stored as the embedding.
 fn format_alias(alias: &TensorInfo, target: &TensorInfo) -> String {
     format!("{} = {}", alias.label(), target.label())
 }
@@ -231,8 +231,8 @@ struct TensorIndex<'a> {
 }
 
 impl<'a> TensorIndex<'a> {
-    /// Creates an index of the descriptions `tensors`, in which a tied weight of `ties` is also
-    /// found by its second name (alias).
+    /// Creates an index of `tensors` by role and name, in which `ties` adds the second name of each
+    /// tied weight.
     fn new(tensors: &'a [TensorInfo], ties: &'a [TiedWeight]) -> TensorIndex<'a> {
         TensorIndex {
             tensors_by_name: tensors.iter().map(|t| ((t.role, t.name.as_str()), t)).collect(),
@@ -240,9 +240,9 @@ impl<'a> TensorIndex<'a> {
         }
     }
 
-    /// Finds the tensor with the role and the name that `info` describes, or the tensor that has
-    /// this name as an alias (tied weight). Returns the tensor, and true if the name is an alias.
-    /// Returns `None` if there is no such tensor.
+    /// Finds the tensor with the role and name of `info`, also if the checkpoint stores this weight
+    /// only under another, tied name. Returns the tensor, and true if the name is an alias. Returns
+    /// `None` if there is no such tensor.
     fn find_tensor(&self, info: &TensorInfo) -> Option<(&'a TensorInfo, bool)> {
         let by_name = |name: &str| self.tensors_by_name.get(&(info.role, name)).copied();
         by_name(&info.name).map(|t| (t, false)).or_else(|| {
@@ -253,9 +253,9 @@ impl<'a> TensorIndex<'a> {
 }
 
 impl DiffReport {
-    /// Compares the dtypes and the shapes of two tensors, adds the differences to this report, and
-    /// returns the pair if the elements can be compared. Returns the two tensors as a pair if their
-    /// elements can be compared, otherwise `None`.
+    /// Records the differences between the dtypes and shapes of the tensors `a` and `b` in this
+    /// report. Returns the two tensors as a pair if their elements can be compared, otherwise
+    /// `None`.
     fn pair_if_comparable(&mut self, a: &TensorInfo, b: &TensorInfo) -> Option<TensorPair> {
         if a.dtype != b.dtype {
             self.dtypes.push(DtypeDiff { tensor: a.label(), a: a.dtype, b: b.dtype });
@@ -300,15 +300,15 @@ fn compare_bytes(
     Ok(first.map(|first| IntegerTensorDiff { tensor: pair.a.label(), shape, dtype, first, differing }))
 }
 
-/// A range of elements that is compared in both tensors of a pair. `pair` is the index of the pair
-/// of tensors.
+/// A range of element indices in which the two tensors of a pair are compared. `pair` is the index
+/// of the pair of tensors.
 struct PairSpan {
     pair: usize,
     range: Range<u64>,
 }
 
-/// Divides the elements of all pairs of tensors into groups of at most [`WINDOW_ELEMENTS`]
-/// elements, in order. One thread compares a group at a time.
+/// Divides the elements of all tensor pairs into groups of at most [`WINDOW_ELEMENTS`] elements
+/// that are read and compared at once. One thread compares a group at a time.
 fn divide_pairs_into_windows(pairs: &[TensorPair]) -> Vec<Vec<PairSpan>> {
     let (mut windows, mut open, mut free) = (Vec::new(), Vec::new(), WINDOW_ELEMENTS);
     for (pair, info) in pairs.iter().map(|p| &p.a).enumerate() {
@@ -356,8 +356,9 @@ fn compare_elements(
     Ok(totals)
 }
 
-/// Reads the element ranges `spans` from both checkpoints into `buffers`, and compares them.
-/// Returns for each range the index of its tensor pair and the statistics of the differences.
+/// Reads the element ranges `spans` of the tensor pairs from both checkpoints and compares them
+/// element by element. Returns for each range the index of its tensor pair and the statistics of
+/// the differences.
 fn compare_window(
     a: &dyn TensorSource,
     b: &dyn TensorSource,

@@ -1,14 +1,14 @@
 //! File names, sizes and limits of checkpoint formats, which both readers and error messages use.
 
-/// Name of the file with the manifest (table of contents) of a native checkpoint, one in launch's
-/// own format. A directory without this file is not a native checkpoint.
+/// Name of the manifest file of a checkpoint in launch's own format, which lists its tensors and
+/// files. A directory without this file is not a native checkpoint.
 pub(crate) const MANIFEST_FILE: &str = "manifest.json";
 /// Name of the file with the configuration of a LoRA adapter.
 pub(crate) const ADAPTER_CONFIG_FILE: &str = "adapter_config.json";
 /// Name of the file in which `launch ckpt convert` lists the files that it wrote.
 pub(crate) const CONVERT_RECORD_FILE: &str = "converted.json";
-/// Name of the directory in which a run stores its gathered weights (full weights, assembled from
-/// the ranks' shards). It is next to the run's checkpoints.
+/// Name of the directory in which a run stores the full weights of the model, assembled from the
+/// shards of all ranks. It is next to the run's checkpoints.
 pub(crate) const RUN_WEIGHTS_DIR: &str = "weights";
 /// Name of the file in which Accelerate stores the state of the learning rate scheduler.
 pub(crate) const SCHEDULER_FILE: &str = "scheduler.bin";

@@ -1,5 +1,5 @@
-//! [`RngStreamKind`]: a random generator whose state is saved: Python's, NumPy's, or torch's on CPU
-//! or GPU.
+//! [`RngStreamKind`]: the random generators whose states training programs save: Python's, NumPy's,
+//! and torch's on CPUs and GPUs.
 use serde::Serialize;
 use std::fmt;
 

@@ -1,4 +1,5 @@
-//! One function per parser of untrusted input, for fuzz targets and the tests of malformed input.
+//! Functions that each pass bytes to one parser of untrusted files, for fuzz targets and tests of
+//! malformed input.
 //!
 //! Each function fails if the bytes are invalid. A function must not panic, loop forever, or
 //! allocate more memory than the limits of its parser.
@@ -88,16 +89,16 @@ pub fn parse_trainer_state(bytes: &[u8]) -> Result<()> {
     companion_files::parse_global_step(bytes).map(drop).map_err(|reason| make_rejection_diagnostic(*reason))
 }
 
-/// Parses the manifest (table of contents) of a native checkpoint, and first writes the matching
-/// hash into the text, because the parser would reject every modified input otherwise.
+/// Parses the manifest of a checkpoint after replacing the hash in its text by the correct one, so
+/// that fuzzed text reaches the parser.
 pub fn parse_manifest(bytes: &[u8]) -> Result<()> {
     let mut text = bytes.to_vec();
     JsonSeal::COMPACT.seal(&mut text);
     Manifest::parse(Path::new("."), text).map(drop).map_err(Into::into)
 }
 
-/// Parses the list of files that launch wrote when it gathered weights, and first writes the
-/// matching hash into the text, because the parser would reject every modified input otherwise.
+/// Parses a list of gathered weights files after replacing the hash in its text by the correct one,
+/// so that fuzzed text reaches the parser.
 pub fn parse_output_record(bytes: &[u8]) -> Result<()> {
     let mut text = bytes.to_vec();
     JsonSeal::INDENTED.seal(&mut text);

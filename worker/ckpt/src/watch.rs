@@ -1,4 +1,5 @@
-//! [`CheckpointWatch`]: watches a directory and reports new checkpoints of any supported program.
+//! [`CheckpointWatch`]: watches a directory, and reports when launch or another program (such as
+//! DeepSpeed or HF Trainer) has written a checkpoint there.
 //!
 //! The caller polls the directory after changes and while checkpoints are being written. A poll
 //! lists the directory and calls stat on every file. An external checkpoint is complete if no file
@@ -18,9 +19,10 @@ use std::time::{Duration, Instant};
 /// How many levels of subdirectories of a checkpoint are checked for changes.
 const WATCH_DEPTH_MAX: u32 = 4;
 
-/// Returns true for those parts of a training state that programs write last, whose absence may
-/// mean that a save is in progress. If `is_deepspeed` is true, DeepSpeed wrote the checkpoint,
-/// which then has no separate scheduler file and no random generator states.
+/// Returns true if programs write the part `part` of a training state last, so that a checkpoint
+/// without this part may still be incomplete because a save is running. If `is_deepspeed` is true,
+/// DeepSpeed wrote the checkpoint, which then has no separate scheduler file and no random
+/// generator states.
 fn is_state_part_written_last(part: &TrainingStatePart, is_deepspeed: bool) -> bool {
     match part {
         TrainingStatePart::OptimizerState => true,
@@ -32,7 +34,8 @@ fn is_state_part_written_last(part: &TrainingStatePart, is_deepspeed: bool) -> b
     }
 }
 
-/// Whether a watched directory is a complete checkpoint.
+/// Result of inspecting a watched directory: a complete checkpoint, or an incomplete one with the
+/// reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DirectoryStatus {
@@ -64,8 +67,8 @@ pub struct DirectoryReport {
     pub status: DirectoryStatus,
 }
 
-/// What the previous poll found in a watched directory, and since when the directory has not
-/// changed.
+/// The files that the previous poll found in a checkpoint directory, and since when these files
+/// have not changed.
 struct DirectoryState {
     /// Names, sizes and modification times of the files.
     snapshot: Vec<FileState>,
@@ -85,22 +88,23 @@ pub struct CheckpointWatch {
 }
 
 impl CheckpointWatch {
-    /// Creates a watch of the directory `root`. Native checkpoints are reported by the next poll. A
-    /// complete external checkpoint is reported after no file has changed for `settle`. An external
-    /// checkpoint that is incomplete, or lacks parts that programs write last, is reported after no
-    /// file has changed for `limit`.
+    /// Creates an object that watches the directory `root` for new checkpoints. Native checkpoints
+    /// are reported by the next poll. A complete external checkpoint is reported after no file has
+    /// changed for `settle`. An external checkpoint that is incomplete, or lacks parts that
+    /// programs write last, is reported after no file has changed for `limit`.
     pub fn new(root: &Path, settle: Duration, limit: Duration) -> CheckpointWatch {
         CheckpointWatch { root: root.to_owned(), settle, limit, states: BTreeMap::new() }
     }
 
-    /// Returns true if the watched directory exists and the status of every checkpoint in it was
-    /// reported. If so, further polls report nothing until a file changes.
+    /// Returns true if the watched directory exists and every checkpoint in it was already reported
+    /// as complete or incomplete. If so, further polls report nothing until a file changes.
     pub fn is_settled(&self) -> bool {
         self.states.values().all(|state| state.reported) && self.root.is_dir()
     }
 
-    /// Checks the watched directory once, at the time `now`. Returns a report for each subdirectory
-    /// whose status is known and was not reported since its files last changed, oldest step first.
+    /// Looks once for new or changed checkpoints in the watched directory, given the current time
+    /// `now`. Returns a report for each subdirectory whose status is known and was not reported
+    /// since its files last changed, oldest step first.
     ///
     /// # Errors
     /// Fails if the watched directory exists and cannot be listed.
@@ -136,10 +140,10 @@ impl CheckpointWatch {
     }
 }
 
-/// Determines whether a directory is a complete checkpoint, given that no file in it has changed
-/// for the time `quiet`. Returns `None` while a save may still be in progress. This is so until
-/// `quiet` reaches `settle` for a complete external checkpoint, and `limit` for an incomplete one.
-/// A native checkpoint always has a status.
+/// Determines whether the directory `path`, whose files last changed `quiet` ago, is a complete
+/// checkpoint, an incomplete one, or still being written. Returns `None` while a save may still be
+/// in progress. This is so until `quiet` reaches `settle` for a complete external checkpoint, and
+/// `limit` for an incomplete one. A native checkpoint always has a status.
 fn determine_status(
     path: &Path,
     quiet: Duration,
@@ -187,8 +191,8 @@ fn lacks_trainer_state(path: &Path) -> bool {
     trainer && !path_exists(&path.join("trainer_state.json"))
 }
 
-/// Lists the subdirectories of `root` that are checkpoints or may become checkpoints when more
-/// files are written, oldest step first.
+/// Lists the subdirectories of `root` whose names or contents mark them as checkpoints, complete or
+/// not, oldest step first.
 fn list_candidates(root: &Path) -> Result<Vec<PathBuf>> {
     let mut found: Vec<(u64, PathBuf)> = list_checkpoints(root)?;
     let directory = Directory::open(root)?;

@@ -28,8 +28,8 @@ const MIB: usize = 1 << 20;
 /// printed table.
 const MESSAGE_BYTES: [usize; 4] = [MIB, 8 * MIB, 64 * MIB, 256 * MIB];
 
-/// The parsed command line of the benchmark, `WORLD FILTER`: the number of ranks, and a text that
-/// selects the measured collectives by their names. In the process of a rank, the rank and the file
+/// Command line of the benchmark, `WORLD FILTER`: the number of ranks, and a text that the name of
+/// a collective must contain to be measured. In the process of a rank, the rank and the file
 /// descriptor of the shared memory follow.
 struct BenchArgs {
     world: usize,
@@ -137,8 +137,9 @@ fn print_on_rank_0(rank: usize, line: &str) {
     }
 }
 
-/// Measures the bandwidth of the collective `name` at every message size and prints the results as
-/// one row of the table. Does nothing if the command line's filter is not a part of `name`.
+/// Measures the bandwidth of the collective `name` for each message size, and prints one table row
+/// with the name and the bandwidths in GB/s. Does nothing if the command line's filter is not a
+/// part of `name`.
 ///
 /// `make(bytes)` returns the operation to time for a message size. Bandwidth counts the fraction
 /// `share` of the message's bytes.

@@ -7,8 +7,8 @@
 use diagnostic::{Code, Diagnostic, codes::collective as codes, quantity::format_seconds};
 use std::time::Duration;
 
-/// Size in bytes of the fixed fields at the beginning of an encoded abort reason, which precede its
-/// text.
+/// Size in bytes of the numbers that precede the text in an encoded abort reason (why a group of
+/// ranks was aborted).
 pub(crate) const FIXED_FIELDS_BYTES: usize = 1 + 4 + 4 + 8;
 
 /// Why a group of ranks was aborted, such as a lost peer or a failed rank. Every rank receives the
@@ -75,8 +75,8 @@ pub enum AbortReason {
 }
 
 impl AbortReason {
-    /// Creates the abort reason for a program that calls [`Comm::abort`](crate::Comm::abort) with
-    /// the text `reason`.
+    /// Creates the abort reason of a group that a program aborted by calling
+    /// [`Comm::abort`](crate::Comm::abort) with the text `reason`.
     pub(crate) fn from_request(reason: &str) -> Self {
         AbortReason::Requested { reason: reason.to_owned() }
     }
@@ -95,8 +95,8 @@ impl AbortReason {
         }
     }
 
-    /// Returns `diagnostic`, an error for the user, with the ranks, durations and texts of this
-    /// abort reason added as fields.
+    /// Adds the ranks, durations and collectives in this abort reason as fields to the user error
+    /// `diagnostic`, and returns the result.
     pub(crate) fn add_fields(&self, diagnostic: Diagnostic) -> Diagnostic {
         match self {
             AbortReason::Requested { .. } | AbortReason::Lost => diagnostic,

@@ -8,7 +8,7 @@ use std::{fmt, ops::Range};
 
 type Result<T> = std::result::Result<T, ArgumentError>;
 
-/// The position of one member in a group: its rank, and the number of ranks in the group.
+/// The number of a rank in its group of communicating ranks, and the number of ranks in the group.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GroupPosition {
     pub(crate) rank: usize,
@@ -62,24 +62,24 @@ impl fmt::Display for CollectiveCall {
 }
 
 impl CollectiveCall {
-    /// Creates the summary of a call of the collective `kind` with `elements` elements, which ranks
-    /// compare to detect that they made different calls. The numbers `agreed`, arguments that must
-    /// be equal on all ranks, are included as a hash. Calls that differ in either do not match. The
-    /// call number is 0 until it is set.
+    /// Summarizes a call of the collective `kind` on `elements` elements, so that ranks can check
+    /// that all ranks made the same call. The numbers `agreed`, arguments that must be equal on all
+    /// ranks, are included as a hash. Calls that differ in either do not match. The call number is
+    /// 0 until it is set.
     fn new(kind: CollectiveKind, elements: usize, agreed: impl IntoIterator<Item = usize>) -> Self {
         let (elements, digest) = (elements as u64, hash_arguments(agreed));
         CollectiveCall { kind, number: 0, elements, digest, element_bytes: size_of::<f32>() }
     }
 
-    /// Returns this summary of a call with the element size `bytes` added to the arguments that
-    /// must be equal on all ranks.
+    /// Includes the element size `bytes` in this summary of a call, so that calls with different
+    /// element sizes do not match.
     fn with_element_size(self, bytes: usize) -> Self {
         let digest = hash_arguments([self.digest as usize, bytes]);
         CollectiveCall { digest, element_bytes: bytes, ..self }
     }
 
-    /// Returns this summary of a call with the call number `number`: how many collectives this rank
-    /// had called in the group before.
+    /// Returns this summary with its call number set to `number`, the number of collectives that
+    /// the rank called in the group before.
     pub(crate) fn with_call_number(self, number: u64) -> Self {
         CollectiveCall { number, ..self }
     }
@@ -214,8 +214,8 @@ impl CollectiveCall {
         [self.number << 8 | self.kind as u64, self.elements, self.digest]
     }
 
-    /// Fails if this summary of the call of rank `rank` differs from `peer_words`, the encoded
-    /// summary of the call that rank `peer` made in the same collective.
+    /// Compares this summary of a collective call of `rank` with `peer_words`, the summary that
+    /// `peer` sent, and fails if the two calls differ.
     pub(crate) fn check_peer_call(
         &self,
         rank: usize,
@@ -230,9 +230,9 @@ impl CollectiveCall {
         Err(CallMismatch::Call { rank, call, peer, peer_call })
     }
 
-    /// Fails if `sent`, the number of bytes that rank `from` sends to rank `to`, differs from
-    /// `expected`, the number of bytes that rank `to` expects. The error states numbers of elements
-    /// if these differ, and numbers of bytes otherwise.
+    /// Checks that `sent`, the number of bytes that rank `from` sends to rank `to` in this
+    /// collective, equals the number `expected` by the receiver. The error states numbers of
+    /// elements if these differ, and numbers of bytes otherwise.
     pub(crate) fn check_transfer_bytes(
         &self,
         from: usize,
@@ -251,8 +251,8 @@ impl CollectiveCall {
     }
 }
 
-/// Decodes a peer's summary of its collective call (kind, call number and number of elements) from
-/// the three words that the peer sent, for an error message. Invalid words of a faulty peer also
+/// Decodes the three words in which a peer described its call of a collective into the collective,
+/// call number and number of elements, for an error message. Invalid words of a faulty peer also
 /// give a summary, so decoding never fails.
 fn decode_call_summary(words: [u64; 3]) -> CallSummary {
     let kind_number = words[0] & 0xff;
@@ -274,8 +274,8 @@ pub(crate) fn check_transfer_elements(
     Err(CallMismatch::Transfer { from, to, sent, expected, unit: TransferUnit::Elements })
 }
 
-/// Returns for each rank the index of the first element of its part, if rank r's part has
-/// `counts[r]` elements (exclusive prefix sums).
+/// Returns for each rank r the start index of its part of a vector that consists of parts with
+/// `counts[r]` elements, in rank order.
 pub(crate) fn compute_part_offsets(counts: &[usize]) -> Vec<usize> {
     counts
         .iter()
@@ -287,8 +287,8 @@ pub(crate) fn compute_part_offsets(counts: &[usize]) -> Vec<usize> {
         .collect()
 }
 
-/// Returns the index ranges of parts that follow one another from index 0 and have the lengths
-/// `lens`.
+/// Returns one index range for each length in `lens`, where the first range starts at 0 and each
+/// other range starts at the end of the previous one.
 pub(crate) fn compute_consecutive_ranges(lens: &[usize]) -> Vec<Range<usize>> {
     compute_part_offsets(lens).into_iter().zip(lens).map(|(start, n)| start..start + n).collect()
 }
@@ -301,9 +301,9 @@ pub(crate) fn compute_even_share(len: usize, rank: usize, world: usize) -> Range
     start..start + quotient + usize::from(rank < remainder)
 }
 
-/// Adds up `counts`, the number of elements of each rank's part. `name` is the list's name in
-/// errors. Fails if the list does not have `world` entries or if the sum does not fit the address
-/// space.
+/// Returns the sum of `counts`, the number of elements in each rank's part of a collective's
+/// buffer. `name` is the list's name in errors. Fails if the list does not have `world` entries or
+/// if the sum does not fit the address space.
 fn sum_counts(
     collective: CollectiveKind,
     name: &'static str,
@@ -345,9 +345,9 @@ fn check_equal_element_sizes(collective: CollectiveKind, recv: BufferShape, send
     Err(ArgumentError::ElementSize { collective, send_bytes, recv_bytes })
 }
 
-/// Hashes the arguments of a collective that must be equal on all ranks to 64 bits, with a
-/// multiply-xor hash and the finalizer of splitmix64. Lists with different contents have different
-/// hashes with near certainty.
+/// Computes a 64-bit hash of those arguments of a collective that must be equal on all ranks, such
+/// as counts and the root. Uses a multiply-xor hash and the finalizer of splitmix64. Lists with
+/// different contents have different hashes with near certainty.
 fn hash_arguments(list: impl IntoIterator<Item = usize>) -> u64 {
     list.into_iter().fold(0x9e37_79b9_7f4a_7c15, |h, v| {
         let mut x = (h.rotate_left(5) ^ v as u64).wrapping_add(0x9e37_79b9_7f4a_7c15);

@@ -162,8 +162,8 @@ pub enum CallMismatch {
     },
 }
 
-/// A description of one rank's call of a collective, decoded for an error message from what the
-/// rank announced to its peers.
+/// One rank's call of a collective in an error message: which collective, how many calls came
+/// before, and the number of elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallSummary {
     /// The collective that was called, or `None` if the peer sent a number that stands for no
@@ -183,7 +183,8 @@ impl std::fmt::Display for CallSummary {
     }
 }
 
-/// The unit of the amounts of data about which the calls of two ranks disagree: elements or bytes.
+/// Unit of the amounts in an error about two ranks that disagree about the size of a transfer:
+/// elements or bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransferUnit {
     /// The amounts are numbers of elements.
@@ -202,8 +203,8 @@ impl std::fmt::Display for TransferUnit {
 }
 
 impl CallMismatch {
-    /// Returns `diagnostic`, an error for the user, with the ranks, calls and amounts of this
-    /// mismatch added as fields.
+    /// Adds the ranks, calls and amounts of data of this mismatch as fields to the user error
+    /// `diagnostic`, and returns the result.
     pub(crate) fn add_fields(&self, diagnostic: Diagnostic) -> Diagnostic {
         match self {
             CallMismatch::Call { rank, call, peer, peer_call } => diagnostic

@@ -1,5 +1,5 @@
-//! [`CollectiveKind`]: which collective was called, for comparing the calls of ranks and for
-//! errors.
+//! [`CollectiveKind`]: the enum of all collectives, such as all-gather, by which ranks compare
+//! their calls and errors name a collective.
 use std::fmt;
 
 /// The kind of a collective, one for each collective of [`Comm`](crate::Comm), such as all-gather.

@@ -7,8 +7,8 @@ use crate::link_delays::LinkDelays;
 use crate::shared_window::SharedWindow;
 use device::{Dtype, View, ViewMut};
 
-/// Callback of an ordered reduce-scatter (in which the receivers sum the vectors), called for each
-/// received piece of a vector with the source rank, the vector's index on that rank, and the piece.
+/// Callback of a reduce-scatter without sums: gets each received piece of a vector, with the source
+/// rank and the index of the vector on that rank.
 ///
 /// The callback may call [`Comm::abort`], but no collective. The address of a piece is a multiple
 /// of 4 bytes, the alignment of `f32`, and not of more.
@@ -31,9 +31,8 @@ pub trait Comm: Send + Sync {
     /// elements may have any type, but must have the same type on all ranks.
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
 
-    /// Reduce-scatter in which each receiver does the sums itself: rank r receives part r of every
-    /// vector that any rank passes in `partials`, as calls of the callback `sink`. The order is
-    /// (source rank, index of the vector).
+    /// Delivers part r of every vector that any rank passes in `partials` to rank r, through calls
+    /// of `sink`, which does the sums. The order is (source rank, index of the vector).
     ///
     /// Rank r passes `partial_counts[r]` vectors, each `Σ counts` long. All ranks must pass the
     /// same `partial_counts`. The collective sums nothing; the caller reduces the pieces in the
@@ -51,10 +50,9 @@ pub trait Comm: Send + Sync {
     /// unless [`Comm::has_native_reduce_scatter`].
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
 
-    /// Returns whether the transport adds data up while the data passes between ranks (as NCCL
-    /// does), so that [`Comm::reduce_scatter`] transfers less than
-    /// [`Comm::reduce_scatter_ordered`]. The order of its additions then depends on the number of
-    /// ranks and on the transport.
+    /// Returns true if the transport itself sums data in transit (as NCCL does), so that
+    /// [`Comm::reduce_scatter`] transfers less data than [`Comm::reduce_scatter_ordered`]. The
+    /// order of its additions then depends on the number of ranks and on the transport.
     fn has_native_reduce_scatter(&self) -> bool {
         false
     }
@@ -124,8 +122,8 @@ pub trait Comm: Send + Sync {
         gathered.into_iter().enumerate().map(to_numbers).collect()
     }
 
-    /// Allocates zeroed memory that all ranks of the group share (a shared window). It holds
-    /// `counts[r]` elements of each rank r, in rank order.
+    /// Allocates zeroed memory that every rank of the group can access directly (a shared window),
+    /// if the ranks can share memory. It holds `counts[r]` elements of each rank r, in rank order.
     ///
     /// Each rank writes its own elements and reads those of all ranks. The ranks must call a
     /// collective, such as [`Comm::barrier`], between a write and the reads of other ranks, and
@@ -142,9 +140,10 @@ pub trait Comm: Send + Sync {
         vec![0; self.world_size()]
     }
 
-    /// Returns how long data of this rank was in flight to ranks of other hosts (sent, but not yet
-    /// acknowledged) since the previous call. Returns `None` if no data was sent, or if the
-    /// transport does not measure the time. Blocks while a collective of this rank runs.
+    /// Returns for how long, since the previous call, data that this rank sent to other hosts was
+    /// not yet acknowledged, on the slowest and fastest connection. Returns `None` if no data was
+    /// sent, or if the transport does not measure the time. Blocks while a collective of this rank
+    /// runs.
     fn take_link_delays(&self) -> Option<LinkDelays> {
         None
     }

@@ -149,7 +149,8 @@ impl CommError {
         move |error| CommError::Transport { operation, error: error.to_string() }
     }
 
-    /// Returns the abort reason that `rank` sends to its peers because of this error.
+    /// Returns the abort reason that `rank` sends to its peers because of this error, when it
+    /// aborts their group.
     pub(crate) fn to_abort_reason(&self, rank: usize) -> AbortReason {
         match self {
             CommError::Aborted(reason) => reason.clone(),

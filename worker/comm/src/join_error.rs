@@ -2,7 +2,8 @@
 use crate::message_text::format_ranks;
 use std::net::SocketAddr;
 
-/// Error: the description of a group of ranks is invalid, or this rank does not fit into the group.
+/// Error: a rank cannot join its group of ranks, because the number of ranks, the rank or another
+/// setting of the group is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GroupError {
     /// The number of ranks is 0 or above [`crate::MAX_WORLD_SIZE`].
@@ -105,8 +106,8 @@ pub enum SharedMemoryError {
     },
 }
 
-/// A failed attempt to connect to a peer: the peer, the address that was tried last, and the error
-/// there. The next attempt may succeed.
+/// Why a rank could not connect to a peer: the peer, the last address that was tried, and the error
+/// at that address. The next attempt may succeed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("rank {peer}{}: {error}", address.map_or_else(String::new, |a| format!(" at {a}")))]
 pub struct ConnectFailure {

@@ -1,4 +1,4 @@
-//! Limits on the size of groups and of what their collectives transfer.
+//! Limits on the number of ranks in a group and on the bytes that a rank may gather.
 
 /// The largest number of bytes that one rank may pass to the collective
 /// [`crate::Comm::all_gather_bytes`].

@@ -1,9 +1,9 @@
-//! [`LinkDelays`]: how long data of a rank was in flight to ranks of other hosts.
+//! [`LinkDelays`]: how long the data that a rank sent to other hosts stayed unacknowledged.
 use std::time::Duration;
 
-/// How long data that a rank sent to other hosts was in flight (not yet acknowledged) since the
-/// previous measurement, on the slowest and on the fastest connection. Time in which the peer had
-/// no space for the data is left out.
+/// How long the data that a rank sent to other hosts stayed unacknowledged since the previous
+/// measurement, on the slowest and on the fastest connection. Time in which the peer had no space
+/// for the data is left out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkDelays {
     /// The rank to which data was on its way for the longest time.

@@ -1,5 +1,5 @@
-//! NCCL, loaded at run time: [`NcclComm`] implements the collectives for GPU memory,
-//! [`RawNcclComm`] wraps NCCL's communicator, and [`NcclLibrary`] the opened library.
+//! Collectives on GPU memory through NCCL ([`NcclComm`]), and wrappers of NCCL's communicator
+//! ([`RawNcclComm`]) and of its library, which is opened at run time ([`NcclLibrary`]).
 //!
 //! Every communicator is non-blocking. A call never waits inside the library. Every wait is a loop
 //! in this module that polls the communicator for errors, aborts and the timeout. So a peer that

@@ -13,8 +13,8 @@ pub trait CallObserver: Send + Sync {
     fn on_return(&self);
 }
 
-/// A communicator that runs collectives on another communicator, and reports the start and the
-/// success of each to an observer.
+/// A communicator that passes each collective to another communicator, and reports the collective's
+/// start and successful end to an observer.
 pub struct ObservedComm {
     inner: Arc<dyn Comm>,
     observer: Arc<dyn CallObserver>,

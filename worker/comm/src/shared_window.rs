@@ -1,19 +1,19 @@
-//! [`SharedWindow`]: memory in which each rank of a group writes its elements and reads those of
-//! all ranks, without copies.
+//! [`SharedWindow`]: memory shared by the ranks of a group, in which each rank writes its own
+//! elements and reads all elements in place.
 use device::{Buf, Dtype, View};
 use std::{ops::Range, ptr::NonNull, sync::Arc};
 
-/// The memory of a shared window (memory that all ranks of a group share), which stays mapped as
-/// long as this object exists.
+/// Memory of a shared window (memory that all ranks of a group share), which stays valid until this
+/// object is dropped.
 pub(crate) trait WindowMemory: Send + Sync {
-    /// Unmaps the whole pages in the byte range `bytes` of the shared window from this process, so
-    /// that they no longer count as memory of this process. Their contents stay, and the next
-    /// access maps them again.
+    /// Unmaps the whole pages in the byte range `bytes` of the window from this process, which
+    /// lowers the memory usage that the kernel counts for the process. Their contents stay, and the
+    /// next access maps them again.
     fn release_pages(&self, bytes: Range<usize>);
 }
 
-/// One rank's access to memory that all ranks of a group share: it writes its own elements and
-/// reads those of all ranks.
+/// Handle of one rank for memory that all ranks of a group share, in which the rank writes its own
+/// elements and reads those of all ranks.
 pub struct SharedWindow {
     /// This rank's elements of the window. Only this rank writes them.
     pub owned: Buf,
@@ -21,7 +21,8 @@ pub struct SharedWindow {
     pub view: SharedView,
 }
 
-/// A read-only view of the elements of all ranks in a shared window.
+/// Read-only access to all elements of a shared window, the memory in which each rank of a group
+/// writes a part.
 pub struct SharedView {
     elements: Buf,
     /// The byte range of this rank's elements within the window.
@@ -30,8 +31,8 @@ pub struct SharedView {
 }
 
 impl SharedWindow {
-    /// Creates one rank's access to a shared window (memory that all ranks of a group share) whose
-    /// memory begins at the address `start`. `counts[r]` elements of the window belong to rank r.
+    /// Creates the handle with which rank `rank` accesses a shared window (memory that all ranks of
+    /// a group share) at the address `start`. `counts[r]` elements of the window belong to rank r.
     ///
     /// # Safety
     ///
@@ -69,8 +70,8 @@ impl SharedView {
         self.elements.view()
     }
 
-    /// Unmaps from this process the pages of the shared window that hold only peers' elements, so
-    /// that they no longer count as memory of this process. The next access maps them again.
+    /// Unmaps the pages with only other ranks' elements from this process, which lowers the memory
+    /// usage that the kernel counts for the process. The next access maps them again.
     pub fn release_peer_pages(&self) {
         let end = self.elements.len() * self.elements.dtype().size();
         self.memory.release_pages(0..self.owned_bytes.start);

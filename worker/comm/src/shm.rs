@@ -42,9 +42,9 @@ pub use limits::ShmLimits;
 pub use ordered_reduce::count_piece_buffer_elements;
 pub(crate) use ordered_reduce::partition_into_windows;
 
-/// Aborts the group of processes that share the memory file `fd`, and passes the text `reason` to
-/// its ranks. The calling process need not be one of the group's ranks, and ranks may still be
-/// joining.
+/// Aborts the group of processes that share the memory file `fd`, so that their collectives fail
+/// with the text `reason`. The calling process need not be one of the group's ranks, and ranks may
+/// still be joining.
 pub fn abort_group(fd: BorrowedFd<'_>, reason: &str) -> Result<()> {
     HeaderMapping::open(fd)?.header().abort(&AbortReason::from_request(reason));
     Ok(())

@@ -8,7 +8,8 @@ use crate::{AbortReason, Comm, LinkDelays, PartialSink, Result};
 use device::{Buf, Dtype, Storage, View, ViewMut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A communicator that accepts buffers in GPU memory and copies them through host memory.
+/// Communicator that also accepts buffers in GPU memory, which it copies to host memory before and
+/// back after each collective.
 pub struct StagedComm {
     inner: Arc<dyn Comm>,
     storage: Arc<dyn Storage>,
@@ -59,8 +60,8 @@ impl PinnedBuffers {
 }
 
 impl StagedComm {
-    /// Creates a communicator that accepts buffers in the memory of `storage`, a GPU, and transfers
-    /// them with `inner`, a communicator for host memory.
+    /// Creates a communicator for buffers in the GPU memory of `storage`, which transfers data
+    /// through `inner`, a communicator for host memory.
     pub fn new(inner: Arc<dyn Comm>, storage: Arc<dyn Storage>) -> Self {
         StagedComm { inner, storage, buffers: Mutex::default() }
     }
@@ -76,9 +77,9 @@ impl StagedComm {
         self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs the collective `f` with a receive buffer in host memory that has the length of `recv`,
-    /// and copies the result to `recv` in GPU memory. If `recv` is in host memory, runs `f` with
-    /// `recv` itself.
+    /// Runs the collective `f` with a receive buffer in pinned host memory, and then copies the
+    /// received data to `recv` in GPU memory. If `recv` is in host memory, runs `f` with `recv`
+    /// itself.
     fn run_with_host_recv(
         &self,
         staging: &mut PinnedBuffers,

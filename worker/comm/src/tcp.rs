@@ -1,5 +1,5 @@
 //! [`TcpComm`]: collectives between ranks on several hosts, with TCP between the hosts and shared
-//! memory inside each.
+//! memory within each host.
 //!
 //! All collectives consist of two kinds of steps (docs/design/comm.md). A *replication* step
 //! distributes data that every rank needs: it crosses the network once per pair of hosts, to the
@@ -34,9 +34,9 @@ pub(crate) use untrusted::{create_fuzz_seeds, parse_control_frames, parse_handsh
 
 pub use rank_listener::{AbortHandle, GroupMember, GroupSpec, KEY_BYTES, RankListener};
 
-/// The largest size, in bytes, of an all-reduce that takes one network step, in which every rank
-/// computes the whole sum. A larger all-reduce takes two steps per block, and each rank sums only
-/// its share.
+/// The largest size, in bytes, of an all-reduce in which each rank sends its whole vector to all
+/// ranks, and every rank computes the whole sum. A larger all-reduce takes two steps per block, and
+/// each rank sums only its share.
 const MAX_SINGLE_STEP_BYTES: usize = 16 << 10;
 /// The largest number of vectors that one rank may pass to an ordered reduce-scatter (in which the
 /// receivers sum the vectors).

@@ -34,9 +34,9 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 /// it, so that deadlines do not overflow.
 const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// The largest number of elements of an all-reduce in which every rank computes the whole sum
-/// itself, after one exchange. A larger all-reduce takes two exchanges, and each rank sums only its
-/// share.
+/// The largest number of elements of an all-reduce in which every rank reads the vectors of all
+/// ranks and computes the whole sum itself. A larger all-reduce takes two exchanges, and each rank
+/// sums only its share.
 const MAX_SINGLE_EXCHANGE_LEN: usize = 1024;
 
 /// Creates a group of `world` ranks in this process and returns their communicators, indexed by
@@ -67,8 +67,8 @@ pub fn create_thread_group_with_timeout(world: usize, timeout: Duration) -> Vec<
 }
 
 impl ThreadComm {
-    /// Replaces `x` by its sum over all ranks in two exchanges: each rank sums its share of `x`,
-    /// then all ranks gather the shares.
+    /// Replaces `x` by its sum over all ranks in two steps: each rank sums one part of the vectors,
+    /// and then all ranks read the sums.
     fn all_reduce_large(
         &self,
         call_state: &mut ThreadCallState,

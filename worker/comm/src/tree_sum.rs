@@ -13,8 +13,8 @@
 //! Additions are in f32 and none is skipped. So the bits of a sum depend only on the ranks' values,
 //! and not on how messages are divided into chunks or which rank computes the sum.
 
-/// The number of elements for which vectors of several ranks are summed at a time, so that
-/// intermediate sums stay in the first-level cache.
+/// Number of elements per block when vectors of several ranks are summed block by block, so that
+/// intermediate sums stay in the L1 cache.
 const BLOCK_LEN: usize = 512;
 
 /// Stores the sum of `parts[r][i]` over all ranks r in `out[i]`, in the fixed order of a binary
@@ -32,8 +32,9 @@ pub(crate) fn tree_sum(out: &mut [f32], parts: &[&[f32]]) {
     }
 }
 
-/// Stores the sum of `parts[r][start + i]` over all ranks r in `out[i]`, in the fixed order of a
-/// binary tree over ranks. `out` has at most [`BLOCK_LEN`] elements.
+/// Sums one block of at most [`BLOCK_LEN`] elements of all ranks' vectors, beginning at index
+/// `start`, in the fixed order of a binary tree over ranks. `out` has at most [`BLOCK_LEN`]
+/// elements.
 fn sum_block(out: &mut [f32], parts: &[&[f32]], start: usize) {
     let n = out.len();
     let block = |r: usize| &parts[r][start..start + n];

@@ -1,4 +1,5 @@
-//! Passes untrusted bytes to each parser of messages from other ranks, for fuzz targets and tests.
+//! Functions that each pass untrusted bytes to one parser of messages from other ranks, for fuzz
+//! targets and tests.
 //!
 //! Each function fails if the bytes are invalid. A function must not panic or loop forever.
 use crate::{AbortReason, tcp};
@@ -9,9 +10,9 @@ use crate::{AbortReason, tcp};
 #[error("the bytes of a peer are not valid")]
 pub struct InvalidPeerBytes;
 
-/// Creates valid inputs of the parsers of peers' messages, each with its name, from which fuzzing
-/// starts. The name's extension identifies the parser. The inputs are not files, because they
-/// change with the protocol.
+/// Creates valid inputs for the parsers of peers' messages, from which fuzzing starts, and a name
+/// such as `one.handshake` for each input. The name's extension identifies the parser. The inputs
+/// are not files, because they change with the protocol.
 pub fn create_fuzz_seeds() -> Vec<(&'static str, Vec<u8>)> {
     let reason = AbortReason::from_request("disk full").encode(256);
     tcp::create_fuzz_seeds().into_iter().chain([("requested.reason", reason)]).collect()

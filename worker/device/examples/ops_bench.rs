@@ -1,5 +1,5 @@
-//! Measures every op of the CPU backend with the shapes of a small Llama model, and compares the
-//! rates with the machine's peak.
+//! Measures the speed of every op of the CPU backend with the shapes of a small Llama model, next
+//! to the machine's peak arithmetic rate.
 //!
 //! `cargo run -p device --release --example ops_bench [-- [THREADS…] [--rows N] [--only TEXT]
 //! [--level NAME] [--bf16]]`
@@ -102,7 +102,8 @@ struct TrainingStepBench<'a> {
     loss: Buf,
 }
 
-/// A trained parameter with its gradient and AdamW's two moving averages.
+/// A trained parameter with its gradient and with the averages of the gradient and of its square
+/// that AdamW keeps.
 struct TrainedWeight {
     w: Buf,
     dw: Buf,
@@ -131,9 +132,8 @@ struct TransformerLayer {
     activated: Buf,
 }
 
-/// The shapes (outputs, inputs) of the four weight matrices of a transformer layer: the fused
-/// query, key and value projection, the output projection, the fused gate and up projection, and
-/// the down projection.
+/// The shapes (outputs, inputs) of the four weight matrices of a transformer layer: qkv projection,
+/// output projection, gate and up projection, and down projection.
 const LAYER_WEIGHT_SHAPES: [(usize, usize); 4] =
     [(3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)];
 
@@ -195,8 +195,8 @@ impl<'a> TrainingStepBench<'a> {
         );
     }
 
-    /// Runs the forward pass of all layers, and then the classifier: the output layer, the
-    /// cross-entropy loss, and the gradients of both.
+    /// Runs the forward pass of all layers, and then computes the logits, the cross-entropy loss,
+    /// and the gradients of the output layer.
     fn run_forward(&mut self) {
         let (cpu, m, d, f) = (self.cpu, self.tokens.len(), HIDDEN, INTERMEDIATE);
         cpu.embedding_forward(self.x.view_mut(), self.head.w.view(), &self.tokens, d);
@@ -267,7 +267,8 @@ impl<'a> TrainingStepBench<'a> {
         cpu.compute_classifier_loss(self.loss.view_mut(), x, w, &self.tokens, shape, Some(grads));
     }
 
-    /// Runs the backward pass of all layers, from the gradient of the output layer's input.
+    /// Runs the backward pass of all layers, beginning with the gradient that the output layer has
+    /// computed for the last layer.
     fn run_backward(&mut self) {
         let (cpu, m, d, f) = (self.cpu, self.tokens.len(), HIDDEN, INTERMEDIATE);
         for l in self.layers.iter_mut().rev() {
@@ -454,9 +455,9 @@ impl OpsBench<'_> {
         }
     }
 
-    /// Measures the grouped matmuls of a mixture-of-experts layer, in which each row uses two of
-    /// eight experts. The experts' matrices are read from memory each time, because other matrices
-    /// are used in between.
+    /// Measures the matmuls of the experts of a mixture-of-experts layer in which the router
+    /// selects two of eight experts for each token. The experts' matrices are read from memory each
+    /// time, because other matrices are used in between.
     fn bench_experts(&self) {
         let (cpu, rows, width) = (self.cpu, 2 * self.m, 512);
         for (name, n, k) in [("experts gate_up", 2 * width, HIDDEN), ("experts down", HIDDEN, width)] {
@@ -484,7 +485,8 @@ impl OpsBench<'_> {
         }
     }
 
-    /// Measures attention with as many key heads as query heads, and with fewer (grouped).
+    /// Measures attention with as many key heads as query heads, and grouped-query attention with
+    /// fewer key heads.
     fn bench_attention(&self) {
         let (cpu, m) = (self.cpu, self.m);
         for kv_heads in [HEADS, 2] {
@@ -506,8 +508,8 @@ impl OpsBench<'_> {
         }
     }
 
-    /// Measures the classifier, an op that computes the output layer and its cross-entropy loss
-    /// together, with and without gradients.
+    /// Measures the fused computation of the output layer's matmul and the cross-entropy loss, with
+    /// and without gradients.
     fn bench_classifier(&self) {
         let (cpu, m, d, v) = (self.cpu, self.m, HIDDEN, VOCABULARY);
         let (x, w) = (self.random(m * d), self.random(v * d));
@@ -571,8 +573,8 @@ impl OpsBench<'_> {
         self.bench_vector_ops();
     }
 
-    /// Measures ops on vectors: elementwise ops, the sums of squares of the vector's blocks, and
-    /// AdamW updates.
+    /// Measures elementwise operations, sums of squares and AdamW updates on vectors of 2 Mi
+    /// elements.
     fn bench_vector_ops(&self) {
         let (cpu, len) = (self.cpu, 2 << 20);
         let (mut p, g) = (make_random_buf(len), make_random_buf(len));

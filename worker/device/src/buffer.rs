@@ -1,5 +1,5 @@
-//! [`Buf`], a buffer in host or GPU memory, and [`View`] and [`ViewMut`], which borrow a range of a
-//! buffer for ops to read or write.
+//! Buffers in host or GPU memory ([`Buf`]), and borrowed ranges of buffers that ops read ([`View`])
+//! or write ([`ViewMut`]).
 //!
 //! A view is an address, a length, an element type and a lifetime. The same op signatures therefore
 //! serve host and device memory in every precision. On the host a view of `f32` is a slice:
@@ -31,8 +31,8 @@ impl Dtype {
     }
 }
 
-/// Owner of memory that does not come from the Rust allocator, such as GPU memory. It frees the
-/// memory of a dropped [`Buf`].
+/// Interface for freeing the memory of buffers that does not come from the Rust allocator, such as
+/// GPU memory. It frees the memory of a dropped [`Buf`].
 pub(crate) trait MemoryOwner: Send + Sync {
     /// Frees `bytes` bytes of memory at `address`, because the buffer that used them was dropped.
     fn release(&self, address: u64, bytes: usize);
@@ -42,8 +42,8 @@ impl MemoryOwner for huge_pages::BufferMapping {
     fn release(&self, _: u64, _: usize) {}
 }
 
-/// Address, length and type of consecutive elements in host or GPU memory, to which a buffer or a
-/// view refers. No lifetime protects the memory.
+/// Unprotected pointer to consecutive elements in host or GPU memory, with their number and type,
+/// on which buffers and views are based. No lifetime protects the memory.
 #[derive(Clone, Copy)]
 struct ElementRange {
     ptr: *mut u8,
@@ -81,7 +81,7 @@ impl ElementRange {
         ptr.cast()
     }
 
-    /// Returns the address of the elements, which must be 16-bit numbers in host memory. Panics
+    /// Returns the address of the elements in host memory, whose type must be bf16 or f16. Panics
     /// otherwise.
     #[track_caller]
     fn half_ptr(self) -> *mut u16 {
@@ -91,22 +91,21 @@ impl ElementRange {
     }
 }
 
-/// Generates the methods `len`, `is_empty` and `dtype` for a type that is a buffer or a view of
-/// one.
+/// Generates the methods `len`, `is_empty` and `dtype` for buffer and view types.
 macro_rules! define_element_accessors {
     ($($type:ty),*) => {$(
         impl $type {
-            /// Returns the number of elements.
+            /// Returns the number of elements in the buffer or view.
             pub fn len(&self) -> usize {
                 self.elements.len
             }
 
-            /// Returns true if the number of elements is 0.
+            /// Returns true if the buffer or view has no elements.
             pub fn is_empty(&self) -> bool {
                 self.elements.len == 0
             }
 
-            /// Returns the element type.
+            /// Returns the type of the elements in the buffer or view.
             pub fn dtype(&self) -> Dtype {
                 self.elements.dtype
             }
@@ -129,7 +128,7 @@ unsafe impl Send for Buf {}
 unsafe impl Sync for Buf {}
 
 impl Buf {
-    /// Creates a buffer of `len` elements at the address `ptr`; `owner` frees the memory, or the
+    /// Creates a buffer of `len` elements at the address `ptr`, whose memory `owner` frees, or the
     /// Rust allocator if `owner` is `None`.
     fn new(
         ptr: NonNull<u8>,
@@ -166,9 +165,8 @@ impl Buf {
         Buf::new(ptr, len, dtype, true, None)
     }
 
-    /// Creates a buffer over `len` elements of GPU memory at `address`; `owner`, which has
-    /// allocated this memory, frees it when the buffer is dropped. The address is ignored if `len`
-    /// is 0.
+    /// Creates a buffer of `len` elements in the GPU memory at `address`, which `owner` allocated
+    /// and frees when the buffer is dropped. The address is ignored if `len` is 0.
     pub(crate) fn from_device_allocation(
         owner: Arc<dyn MemoryOwner>,
         address: u64,
@@ -179,8 +177,8 @@ impl Buf {
         Buf::new(ptr, len, dtype, false, Some(owner))
     }
 
-    /// Creates a buffer over `len` elements of host memory at `ptr`; `owner`, which has allocated
-    /// this memory, frees it when the buffer is dropped. The memory must be zero and aligned to
+    /// Creates a buffer of `len` elements in the host memory at `ptr`, which `owner` allocated and
+    /// frees when the buffer is dropped. The memory must be zero and aligned to
     /// [`BUFFER_ALIGNMENT`].
     pub(crate) fn from_host_allocation(
         owner: Arc<dyn MemoryOwner>,
@@ -191,9 +189,8 @@ impl Buf {
         Buf::new(ptr, len, dtype, true, Some(owner))
     }
 
-    /// Creates a buffer over `len` existing elements of host memory at `ptr`, and keeps `owner`
-    /// alive, because the memory is valid only as long as `owner` exists. The buffer drops `owner`
-    /// when it is dropped.
+    /// Creates a buffer from the `len` elements in host memory at `ptr`, which stay valid as long
+    /// as the object `owner` exists. The buffer drops `owner` when it is dropped.
     ///
     /// # Safety
     ///
@@ -206,8 +203,7 @@ impl Buf {
         dtype: Dtype,
         len: usize,
     ) -> Self {
-        /// Wrapper that keeps the owner of externally allocated memory alive as long as a buffer
-        /// uses the memory.
+        /// Keeps the object that owns a buffer's memory alive until the buffer is dropped.
         struct SharedOwner(
             #[allow(dead_code, reason = "held to be dropped with the buffer")] Arc<dyn Send + Sync>,
         );
@@ -231,8 +227,7 @@ impl Buf {
         b
     }
 
-    /// Returns the size and the alignment of a host allocation for `len` elements, in the form that
-    /// Rust's allocator takes.
+    /// Returns the size and the alignment of host memory for `len` elements of the type `dtype`.
     fn allocation_layout(len: usize, dtype: Dtype) -> alloc::Layout {
         let elements = match dtype {
             Dtype::F32 => alloc::Layout::array::<f32>(len),
@@ -330,16 +325,16 @@ impl<'a> View<'a> {
         unsafe { std::slice::from_raw_parts(self.elements.f32_ptr(), self.len()) }
     }
 
-    /// Returns the bits of the view's elements, which must be 16-bit numbers in host memory. Panics
-    /// otherwise.
+    /// Returns the bf16 or f16 elements of the view, which must be in host memory, as a slice of
+    /// their 16-bit patterns. Panics otherwise.
     #[track_caller]
     pub fn half_bits(self) -> &'a [u16] {
         // SAFETY: `len` aligned elements of 16 bits that outlive 'a.
         unsafe { std::slice::from_raw_parts(self.elements.half_ptr(), self.len()) }
     }
 
-    /// Returns the bytes of the view's elements, which must be in host memory. Panics if they are
-    /// in GPU memory.
+    /// Returns the view's elements, which must be in host memory, as a slice of bytes. Panics if
+    /// they are in GPU memory.
     pub fn host_bytes(self) -> &'a [u8] {
         // SAFETY: the elements have no padding and outlive 'a.
         unsafe { std::slice::from_raw_parts(self.elements.host_ptr(), self.elements.byte_len()) }
@@ -386,8 +381,8 @@ impl<'a> ViewMut<'a> {
         self.reborrow().slice(r)
     }
 
-    /// Borrows the whole view for reading and writing, so that the view can be used again when the
-    /// borrow ends.
+    /// Borrows the whole view for reading and writing, so that the caller can use the original view
+    /// again afterwards.
     pub fn reborrow(&mut self) -> ViewMut<'_> {
         ViewMut { elements: self.elements, life: PhantomData }
     }
@@ -410,16 +405,16 @@ impl<'a> ViewMut<'a> {
         unsafe { std::slice::from_raw_parts_mut(self.elements.f32_ptr(), self.len()) }
     }
 
-    /// Returns the bits of the view's elements, which must be 16-bit numbers in host memory, for
-    /// writing. Panics otherwise.
+    /// Returns the bf16 or f16 elements of the view, which must be in host memory, as a writable
+    /// slice of their 16-bit patterns. Panics otherwise.
     #[track_caller]
     pub fn half_bits(self) -> &'a mut [u16] {
         // SAFETY: `len` exclusive aligned elements of 16 bits that outlive 'a.
         unsafe { std::slice::from_raw_parts_mut(self.elements.half_ptr(), self.len()) }
     }
 
-    /// Returns the bytes of the view's elements, which must be in host memory, for writing. Every
-    /// bit pattern is a valid element. Panics if they are in GPU memory.
+    /// Returns the view's elements, which must be in host memory, as a writable slice of bytes.
+    /// Every bit pattern is a valid element. Panics if they are in GPU memory.
     pub fn host_bytes_mut(self) -> &'a mut [u8] {
         // SAFETY: the elements have no padding, any bytes are valid, and the range is exclusive for
         // 'a.

@@ -2,8 +2,8 @@
 //! ([`dynamic_library!`](macro@crate::dynamic_library)). The compiler compares their signatures
 //! with the signatures in the crate `cudarc`.
 
-/// Error that an opened library lacks the function with the contained name, because the library is
-/// too old.
+/// Error that a function of a C library, whose name this value contains, does not exist in the
+/// opened library, because the library is too old.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MissingFunction(pub &'static str);
 

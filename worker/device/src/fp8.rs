@@ -16,14 +16,13 @@ pub enum Fp8Format {
     E5M2,
 }
 
-/// The smallest scale of an fp8 matrix is 2 to the power of this number. With this scale, every fp8
-/// number times the scale, and the product of two scales, is a normal `f32`.
+/// Exponent of the smallest power of two that is used as the scale of a matrix in fp8. With this
+/// scale, every fp8 number times the scale, and the product of two scales, is a normal `f32`.
 const SMALLEST_SCALE_EXPONENT: i32 = -60;
 
 impl Fp8Format {
-    /// Returns the bit layout of the format: the number of mantissa bits, the bias of the exponent,
-    /// and the code that represents values above the largest number (infinity in E5M2, NaN in
-    /// E4M3).
+    /// Returns the number of mantissa bits, the exponent bias, and the 8-bit code for values beyond
+    /// the largest number (infinity in E5M2, NaN in E4M3).
     const fn bit_layout(self) -> (u32, u32, u32) {
         match self {
             Fp8Format::E4M3 => (3, 7, 0x7f),
@@ -69,10 +68,10 @@ impl Fp8Format {
         f32::from_bits(sign | if magnitude >= infinite { special } else { finite }.to_bits())
     }
 
-    /// Returns the scale `s` by which a matrix is divided before it is rounded to fp8, if `amax` is
-    /// the largest magnitude of its finite elements. The scale is the smallest power of two, at
-    /// least 2⁻⁶⁰, for which `amax / s` is at most [`Fp8Format::largest_finite`]. The scale of a
-    /// zero matrix is 1.
+    /// Returns the scale `s` by which a matrix must be divided before it is rounded to fp8; `amax`
+    /// is the largest magnitude of the matrix's finite elements. The scale is the smallest power of
+    /// two, at least 2⁻⁶⁰, for which `amax / s` is at most [`Fp8Format::largest_finite`]. The scale
+    /// of a zero matrix is 1.
     pub fn compute_scale(self, amax: f32) -> f32 {
         if amax == 0.0 {
             return 1.0;

@@ -12,8 +12,9 @@ pub(crate) const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// The anonymous memory mapping of one large buffer in host memory, which is unmapped when dropped.
 pub(crate) struct BufferMapping(#[allow(dead_code, reason = "held to be unmapped with the buffer")] MmapMut);
 
-/// Maps `bytes` bytes of host memory, filled with zeros and aligned to a huge page. Returns the
-/// mapping and the address of the memory, or `None` if the system is out of memory.
+/// Allocates `bytes` bytes of host memory, filled with zeros, at an address that is a multiple of
+/// the size of a huge page. Returns the mapping and the address of the memory, or `None` if the
+/// system is out of memory.
 pub(crate) fn map_zeroed(bytes: usize) -> Option<(BufferMapping, NonNull<u8>)> {
     let mut map = MmapMut::map_anon(bytes.checked_add(HUGE_PAGE_BYTES)?).ok()?;
     let skip = map.as_ptr().align_offset(HUGE_PAGE_BYTES);

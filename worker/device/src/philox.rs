@@ -17,11 +17,11 @@ pub fn philox4x32_10(mut c: [u32; 4], mut k: [u32; 2]) -> [u32; 4] {
 }
 
 /// Two 32-bit words in one 64-bit number, the first word in the low half. With this type the
-/// compiler can vectorise the 64-bit multiplications.
+/// compiler can vectorize the 64-bit multiplications.
 type WordPair = u64;
 
-/// Multiplies both words of `pair` by `m`, and returns the high halves of the 64-bit products and
-/// their low halves.
+/// Multiplies both 32-bit words of `pair` by `m`, and returns the pair of the high halves and the
+/// pair of the low halves of the products.
 #[inline(always)]
 fn multiply_pair(pair: WordPair, m: u32) -> (WordPair, WordPair) {
     const LOW: u64 = 0xffff_ffff;
@@ -29,9 +29,9 @@ fn multiply_pair(pair: WordPair, m: u32) -> (WordPair, WordPair) {
     (even >> 32 | odd & !LOW, even & LOW | odd << 32)
 }
 
-/// Returns the Philox random words of 16 consecutive blocks (of four words each), starting with
-/// `block`, which must be a multiple of 16. Element `[w][i]` is word `w` of block `block + i`. This
-/// function is vectorised, because attention dropout needs many words.
+/// Returns the 64 Philox random words for the 16 consecutive counter values (blocks) from `block`
+/// on, which must be a multiple of 16. Element `[w][i]` is word `w` of block `block + i`. This
+/// function is vectorized, because attention dropout needs many words.
 #[inline(always)]
 pub(crate) fn compute_random_words_of_16_blocks(
     key: [u32; 2],
@@ -64,8 +64,8 @@ pub(crate) fn compute_random_words_of_16_blocks(
     c.map(|pairs| std::array::from_fn(|i| (pairs[i / 2] >> (32 * (i % 2))) as u32))
 }
 
-/// Returns the four Philox random words of block number `block`, for one sample and one step of the
-/// training.
+/// Returns the four random words that Philox computes from the counter (`block`, `sample`, `step`)
+/// and the key.
 ///
 /// The counter of the generator consists of `block` (43 bits), `sample` (43 bits) and `step` (42
 /// bits). Elementwise ops use one word for each of four elements.

@@ -1,5 +1,5 @@
-//! [`Storage`]: the memory of a backend (CPU or GPU), its streams, and copies between its memory
-//! and host memory.
+//! Trait [`Storage`] for the memory of a device (CPU or GPU): allocation, copies to and from host
+//! memory, and streams.
 use crate::buffer::{Buf, Dtype, View, ViewMut};
 use diagnostic::Diagnostic;
 use std::{any::Any, fmt, ops::Range, sync::Arc, time::Duration};
@@ -16,28 +16,28 @@ use std::{any::Any, fmt, ops::Range, sync::Arc, time::Duration};
 /// so the caller must check the status before it saves, sends or prints a result, and before a
 /// result decides what it does next.
 pub trait Storage: Send + Sync {
-    /// Returns true if the backend computes in host memory, so that no copies to a device are
-    /// needed.
+    /// Returns true if the buffers of this device are in host memory, as on CPUs.
     fn is_host(&self) -> bool;
-    /// Fails with the first failure of a call of this backend, if a call has failed.
+    /// Returns the first error of any earlier call on this device (CPU or GPU), or `Ok` if no call
+    /// has failed.
     fn check_status(&self) -> Result<(), DeviceError> {
         Ok(())
     }
-    /// Allocates a buffer of `len` zeros in the memory of the backend; an out-of-memory error names
-    /// `purpose`, such as `gradients`, as the use of the memory. If the memory is full, records the
-    /// failure and returns a buffer without memory, which later calls do not access.
+    /// Allocates a buffer of `len` zeros in the device's memory for `purpose`, such as `gradients`,
+    /// which an out-of-memory error names. If the memory is full, records the failure and returns a
+    /// buffer without memory, which later calls do not access.
     fn zeroed_with_purpose(&self, purpose: &'static str, dtype: Dtype, len: usize) -> Buf;
-    /// Allocates a buffer of `len` zeros in the memory of the backend; an out-of-memory error names
-    /// the training step as the use of the memory. See [`Storage::zeroed_with_purpose`].
+    /// Allocates a buffer of `len` zeros in the device's memory for use in the current training
+    /// step. See [`Storage::zeroed_with_purpose`].
     fn zeroed(&self, dtype: Dtype, len: usize) -> Buf {
         self.zeroed_with_purpose("this step", dtype, len)
     }
-    /// Allocates a staging buffer: `len` zeros in host memory for fast copies to and from the
-    /// backend, which is pinned memory for GPUs. If there is no pinned memory, records the failure
-    /// and returns pageable memory.
+    /// Allocates a buffer of `len` zeros in host memory for fast copies to and from the device; the
+    /// memory is pinned for GPUs. If there is no pinned memory, records the failure and returns
+    /// pageable memory.
     fn alloc_staging(&self, dtype: Dtype, len: usize) -> Buf;
-    /// Allocates a staging buffer (host memory for fast copies to and from the backend), and
-    /// returns an error if that is not possible.
+    /// Allocates a buffer of `len` elements in host memory for fast copies to and from the device,
+    /// or returns an error.
     fn try_alloc_staging(&self, dtype: Dtype, len: usize) -> Result<Buf, DeviceError> {
         Ok(self.alloc_staging(dtype, len))
     }
@@ -47,7 +47,7 @@ pub trait Storage: Send + Sync {
     fn copy(&self, to: ViewMut, from: View);
     /// Sets every element of `x` to zero.
     fn fill_with_zeros(&self, x: ViewMut);
-    /// Moves the elements with the indices `from` of `x` to the lower index `to`, within the
+    /// Moves the elements of `x` with the indices `from` to the lower position `to` within the same
     /// buffer. The ranges may overlap.
     fn move_elements_to_lower_index(&self, x: ViewMut, from: Range<usize>, to: usize);
     /// Blocks until all work that this thread has enqueued on its stream is complete. Returns the
@@ -55,32 +55,32 @@ pub trait Storage: Send + Sync {
     fn synchronize(&self) -> Result<(), DeviceError> {
         self.check_status()
     }
-    /// Runs `work` with a separate stream for this thread's calls, and blocks until the work on
-    /// that stream is complete.
+    /// Runs `work` while the calls of this thread are issued to a new stream, and blocks until the
+    /// work on that stream is complete.
     ///
     /// If two streams access the same memory, the caller must order the accesses with events. This
     /// also applies to memory that is freed in another stream than the one that used the memory.
     fn with_separate_stream(&self, work: &mut dyn FnMut()) {
         work(); // this backend's calls are complete on return
     }
-    /// Records an event on this thread's stream, which is reached when all work that the thread has
+    /// Records an event on this thread's stream. It is reached when all work that this thread has
     /// enqueued so far is complete.
     fn record_event(&self) -> Event {
         Event::default()
     }
-    /// Makes this thread's stream wait for an event, and adds the time for which the stream waits
-    /// to the total that [`Storage::take_stall_seconds`] returns.
+    /// Makes this thread's stream wait for an event, and measures for how long the stream waits
+    /// ([`Storage::take_stall_seconds`]).
     fn make_stream_wait_timed(&self, event: &Event) {
         event.make_stream_wait();
     }
-    /// Returns the total time, in seconds, for which streams waited because of
-    /// [`Storage::make_stream_wait_timed`], and resets this total. Waits that have not ended yet
-    /// are counted by a later call.
+    /// Returns the total seconds for which streams waited in [`Storage::make_stream_wait_timed`]
+    /// since the previous call of this function. Waits that have not ended yet are counted by a
+    /// later call.
     fn take_stall_seconds(&self) -> f64 {
         0.0
     }
-    /// Starts a copy between host memory and the backend's memory that runs concurrently with later
-    /// calls, and returns the event of its completion.
+    /// Starts a copy between host memory and device memory, which runs concurrently with later
+    /// calls, and returns an event for its completion.
     ///
     /// The copy starts after all earlier calls of this thread and after the events `after`. Until
     /// the returned event is reached, `from` must not be written, `to` must not be accessed, and
@@ -90,10 +90,10 @@ pub trait Storage: Send + Sync {
         self.copy(to, from);
         Event::default()
     }
-    /// Starts a copy of each view in `from` to the host buffer with the same index in `to`, which
-    /// must have the same type and length, and returns a handle to wait for the copies. The
-    /// returned value owns the buffers while the copies run. The views `from` must not be written
-    /// or freed before the copies are complete, as in [`Storage::copy_async`].
+    /// Starts to copy each view `from[i]` in device memory to the host buffer `to[i]`, and returns
+    /// a handle to wait for the copies. The returned value owns the buffers while the copies run.
+    /// The views `from` must not be written or freed before the copies are complete, as in
+    /// [`Storage::copy_async`].
     fn start_download(&self, from: &[View], mut to: Vec<Buf>) -> Download {
         assert!(from.len() == to.len(), "download: {} views into {} buffers", from.len(), to.len());
         let copies = from.iter().zip(&mut to).map(|(from, to)| self.copy_async(to.view_mut(), *from, &[]));
@@ -101,9 +101,9 @@ pub trait Storage: Send + Sync {
         let done = copies.filter(|event| event.0.is_some()).last().unwrap_or_default();
         Download { bufs: to, done, status: self.check_status() }
     }
-    /// Records the duration of the training step that has just ended, from which a backend may
-    /// choose the fastest way to run steps, and returns a notice for the user if there is one.
-    /// Returns a notice of the backend that was not returned before, such as the choice, or `None`.
+    /// Passes the duration of a completed training step to the device, which may then change how it
+    /// runs steps. Returns a notice of the backend that was not returned before, such as the
+    /// choice, or `None`.
     fn record_step_duration(&self, _duration: Duration) -> Option<BackendNotice> {
         None
     }
@@ -111,22 +111,25 @@ pub trait Storage: Send + Sync {
     /// at one time. Returns 0 if the backend computes in the host's memory.
     fn peak_memory_bytes(&self) -> u64;
 
-    /// Allocates a buffer in the memory of the backend, and copies `from` to it.
+    /// Allocates a buffer in the device's memory, copies the elements of `from` to it, and returns
+    /// the buffer.
     fn clone_to_device(&self, from: View) -> Buf {
         let mut buf = self.zeroed(from.dtype(), from.len());
         self.copy(buf.view_mut(), from);
         buf
     }
 
-    /// Allocates a buffer in host memory, and copies `from` to it.
+    /// Allocates a buffer in host memory, copies the elements of `from` to it, and returns the
+    /// buffer.
     fn clone_to_host(&self, from: View) -> Buf {
         let mut buf = Buf::zeroed_as(from.dtype(), from.len());
         self.copy(buf.view_mut(), from);
         buf
     }
 
-    /// Returns `x` itself if it is in host memory, otherwise a copy of it in `staging`. The buffer
-    /// `staging` is replaced if it is too small or has another type.
+    /// Returns the elements of `x` in host memory: `x` itself if it is there, otherwise a copy in
+    /// the host buffer `staging`. The buffer `staging` is replaced if it is too small or has
+    /// another type.
     fn to_host<'a>(&self, x: View<'a>, staging: &'a mut Buf) -> View<'a> {
         if x.is_on_host() {
             return x;
@@ -138,8 +141,9 @@ pub trait Storage: Send + Sync {
         staging.view().slice(0..x.len())
     }
 
-    /// Returns `x` itself if it is in the memory of the backend, otherwise a copy of it in `buf`.
-    /// The buffer `buf` is replaced if it is too small or has another type.
+    /// Returns the elements of `x` in the device's memory: `x` itself if it is there, otherwise a
+    /// copy in the device buffer `buf`. The buffer `buf` is replaced if it is too small or has
+    /// another type.
     fn to_device<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
         if x.is_on_host() == self.is_host() {
             return x;
@@ -230,7 +234,8 @@ impl fmt::Display for BackendNotice {
 #[derive(Clone, Default)]
 pub struct Event(Option<Arc<dyn BackendEvent>>);
 
-/// The operations on an [`Event`] (a point in the work of a stream) that each backend implements.
+/// The methods of an [`Event`] (a point in the work of a stream), which CPUs and GPUs implement
+/// separately.
 pub(crate) trait BackendEvent: Send + Sync {
     /// Makes this thread's stream wait for the event before the stream's next work. The host does
     /// not block.
@@ -243,13 +248,13 @@ pub(crate) trait BackendEvent: Send + Sync {
 }
 
 impl Event {
-    /// Creates an event from the implementation of a backend.
+    /// Wraps a GPU's or another device's event object as an [`Event`].
     pub(crate) fn new(event: impl BackendEvent + 'static) -> Self {
         Event(Some(Arc::new(event)))
     }
 
-    /// Returns whether this is the default event, which belongs to no stream and counts as reached
-    /// from the start.
+    /// Returns whether this is the default event, which is not recorded on a stream and always
+    /// counts as reached.
     pub fn is_always_reached(&self) -> bool {
         self.0.is_none()
     }
@@ -274,8 +279,8 @@ impl Event {
     }
 }
 
-/// Copies to host memory that are in progress, and the host buffers that they fill; dropping it
-/// waits for the copies.
+/// Handle to running copies from a device to host buffers; dropping the handle waits for the
+/// copies.
 pub struct Download {
     bufs: Vec<Buf>,
     done: Event,
@@ -284,13 +289,14 @@ pub struct Download {
 }
 
 impl Download {
-    /// Creates the handle of running copies that fill `bufs`, and that are complete when the event
-    /// `done` is reached. `status` is the status of the backend after the copies were started.
+    /// Creates the handle of running copies to the host buffers `bufs`, which are complete when the
+    /// event `done` is reached. `status` is the status of the backend after the copies were
+    /// started.
     pub(crate) fn new(bufs: Vec<Buf>, done: Event, status: Result<(), DeviceError>) -> Self {
         Download { bufs, done, status }
     }
 
-    /// Returns the event that the stream reaches when all copies are complete.
+    /// Returns the event that is reached when all copies of this download are complete.
     pub fn done_event(&self) -> Event {
         self.done.clone()
     }
@@ -313,7 +319,7 @@ impl Drop for Download {
     }
 }
 
-/// Failure of a call of a backend (CPU or GPU), as a diagnostic for the user.
+/// Error of a call on a device (CPU or GPU), such as an allocation or a kernel launch.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error(transparent)]
 pub struct DeviceError(#[from] pub Diagnostic);

@@ -9,8 +9,8 @@ use landlock::{
 use nix::sys::resource::{Resource, UsageWho, getrusage, setrlimit};
 use std::io;
 
-/// Limit on the open files of a sandbox process, which needs only its socket and the files that it
-/// receives.
+/// Maximum number of open files of a sandbox process, which needs only its socket and the files
+/// that it receives.
 const MAX_OPEN_FILES: u64 = 64;
 
 /// Which kernel facilities (Landlock, seccomp) confine a sandbox process, in addition to resource
@@ -31,8 +31,8 @@ impl Confinement {
         facilities.into_iter().filter(|(present, _)| !present).map(|(_, name)| name).collect()
     }
 
-    /// Encodes which kernel facilities confine the process as one byte, with which the sandbox
-    /// process reports them to its caller.
+    /// Encodes whether Landlock and seccomp confine the sandbox process as two bits of a byte,
+    /// which the process sends to its caller.
     pub(crate) fn to_byte(self) -> u8 {
         u8::from(self.landlock) | u8::from(self.seccomp) << 1
     }
@@ -44,9 +44,9 @@ impl Confinement {
     }
 }
 
-/// Confines this process: sets its resource limits, and denies the access and the system calls that
-/// a sandbox process does not need. Returns the kernel facilities in use, and the object that
-/// limits single requests. Fails if a resource limit cannot be set.
+/// Sets the resource limits of this process, and gives up all access and system calls that a
+/// sandbox process does not need. Returns the kernel facilities in use, and the object that limits
+/// single requests. Fails if a resource limit cannot be set.
 ///
 /// Landlock and seccomp confine this thread and the threads that it starts later, so the process
 /// must not have other threads that interpret untrusted input.
@@ -60,8 +60,8 @@ pub(crate) fn confine(settings: &SandboxSettings) -> io::Result<(Confinement, Re
     Ok((Confinement { landlock, seccomp }, limiter))
 }
 
-/// Sets the resource limits (memory, files, stacks) that hold for the life of this sandbox process.
-/// Returns the object that limits single requests.
+/// Sets the limits of memory, open files and stacks that apply to this sandbox process until it
+/// ends. Returns the object that limits single requests.
 fn limit_resources(settings: &SandboxSettings) -> io::Result<RequestLimiter> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let threads = u64::from(settings.threads);
@@ -94,8 +94,8 @@ fn parse_proc_status_bytes(status: &str, field: &str) -> io::Result<u64> {
     kibibytes.map(|kibibytes| kibibytes << 10).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
-/// Sets, for each request that the sandbox process handles, limits on the memory and the CPU time
-/// of the process.
+/// Sets the limits of memory and CPU time of the sandbox process before each request that it
+/// handles.
 pub(crate) struct RequestLimiter {
     /// Memory that the process needs without a request, stacks included, in bytes.
     idle_bytes: u64,

@@ -1,5 +1,5 @@
-//! [`limit_cpu_time`]: ends a sandbox process if one piece of work on one of its threads needs too
-//! much CPU time.
+//! Ends a sandbox process if a function that one of its threads runs exceeds its limit of CPU time
+//! ([`limit_cpu_time`]).
 use std::{
     sync::{
         Mutex, PoisonError,
@@ -9,11 +9,11 @@ use std::{
     time::Duration,
 };
 
-/// Interval at which a sandbox process checks whether a piece of work has exceeded its limit of CPU
-/// time.
+/// Interval at which a sandbox process checks whether a function that it runs has exceeded its
+/// limit of CPU time.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// A piece of work that runs on one thread of a sandbox process, and the CPU time that it may use.
+/// A function that a thread of a sandbox process is running, with the CPU time that it may use.
 struct LimitedWork {
     id: u64,
     /// The clock of the thread's CPU time.
@@ -23,7 +23,8 @@ struct LimitedWork {
     limit: Duration,
 }
 
-/// All pieces of work with a limit of CPU time that are running in this process.
+/// The functions that threads of this process are running with a limit of CPU time
+/// ([`limit_cpu_time`]).
 static RUNNING_WORK: Mutex<Vec<LimitedWork>> = Mutex::new(Vec::new());
 
 /// Runs `work` on this thread, and ends the sandbox process if the work needs more CPU time than
@@ -33,13 +34,13 @@ pub fn limit_cpu_time<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
     work()
 }
 
-/// Registration of a piece of work in [`RUNNING_WORK`], the list of work with a limit of CPU time,
-/// which ends when this object is dropped, also after a panic.
+/// Guard that removes a function from [`RUNNING_WORK`], the list of functions with a CPU time
+/// limit, when the function ends or panics.
 struct WorkRegistration(u64);
 
 impl WorkRegistration {
-    /// Adds the work that begins now on this thread to [`RUNNING_WORK`], the list of work with a
-    /// limit of CPU time; `limit` is its limit.
+    /// Adds the function that this thread is about to run to [`RUNNING_WORK`], with `limit` as the
+    /// CPU time it may use.
     fn new(limit: Duration) -> Self {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
@@ -59,8 +60,8 @@ impl Drop for WorkRegistration {
     }
 }
 
-/// Blocks until a thread of this process exceeds the limit of CPU time of its piece of work, and
-/// then calls `report` with the limit. `report` must end the process.
+/// Blocks until a thread of this process exceeds the CPU time limit of the function that it runs,
+/// and then calls `report` with the limit. `report` must end the process.
 pub(crate) fn watch_cpu_time(report: impl Fn(Duration) -> std::convert::Infallible) {
     loop {
         thread::sleep(CHECK_INTERVAL);
@@ -71,7 +72,7 @@ pub(crate) fn watch_cpu_time(report: impl Fn(Duration) -> std::convert::Infallib
     }
 }
 
-/// Returns the id of the clock that measures the CPU time of the calling thread.
+/// Returns the id of the POSIX clock that counts the CPU time of the calling thread.
 fn find_thread_clock() -> libc::clockid_t {
     let mut clock = libc::CLOCK_THREAD_CPUTIME_ID;
     // SAFETY: the thread is this thread, and `clock` is valid for the write. After a failure
@@ -80,8 +81,8 @@ fn find_thread_clock() -> libc::clockid_t {
     clock
 }
 
-/// Returns the CPU time that a thread has used, which its clock `clock` measures. Returns zero if
-/// the thread of the clock has ended.
+/// Returns the CPU time that a thread has used so far, read from `clock`, the POSIX clock of that
+/// thread. Returns zero if the thread of the clock has ended.
 fn read_clock(clock: libc::clockid_t) -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is valid for the write. After a failure `time` is unchanged.

@@ -54,7 +54,8 @@ pub enum SandboxError {
     InvalidReply,
 }
 
-/// Why a request to a sandbox process failed, and during which step of the request.
+/// Why a request to a sandbox process failed, and the number of the step (such as loading a
+/// tokenizer) that the process was performing.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
 pub struct SandboxFailure {
@@ -67,8 +68,8 @@ pub struct SandboxFailure {
 }
 
 impl SandboxError {
-    /// Returns the name and the value of the limit of the request (such as CPU time) that was
-    /// exceeded, for a diagnostic. Returns `None` for errors of another kind.
+    /// Returns the name and the value of the limit (such as CPU time) that the request exceeded,
+    /// for the error message to the user. Returns `None` for errors of another kind.
     pub fn exceeded_limit(&self) -> Option<(&'static str, u64)> {
         match *self {
             SandboxError::OutOfMemory { limit_bytes } => Some(("memory_limit_bytes", limit_bytes)),
@@ -80,8 +81,8 @@ impl SandboxError {
         }
     }
 
-    /// Returns this error together with `step`, the number of the step in which the request was
-    /// when the error occurred.
+    /// Adds `step`, the number of the step that the sandbox process reported last (such as loading
+    /// a tokenizer), to this error.
     pub(crate) fn into_failure_at_step(self, step: u64) -> SandboxFailure {
         SandboxFailure { step, error: self }
     }

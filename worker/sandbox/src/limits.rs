@@ -1,4 +1,4 @@
-//! The limits of a sandbox process: those for its whole life, and those for a single request.
+//! The limits of a sandbox process, which apply either until it ends or to a single request.
 use std::time::Duration;
 
 /// Stack size in bytes of each thread of a sandbox process that interprets files. Deeper recursion
@@ -10,17 +10,17 @@ pub(crate) const SERVICE_STACK_BYTES: usize = 512 << 10;
 /// Total size in bytes of the stacks of all threads of a sandbox process that read requests and
 /// check limits.
 pub(crate) const TOTAL_SERVICE_STACK_BYTES: u64 = 4 * SERVICE_STACK_BYTES as u64;
-/// Address space in bytes that a memory allocator may reserve for each thread of a sandbox process
-/// without using it.
+/// Address space in bytes that each thread of a sandbox process may use in addition, because memory
+/// allocators reserve it without using it.
 pub(crate) const ARENA_BYTES: u64 = 128 << 20;
 /// Limit on the number of requests that wait in a sandbox process while it handles another one.
 pub(crate) const MAX_QUEUED_REQUESTS: usize = 2;
-/// The constant part of the time that a caller waits for a reply, to which a multiple of the
-/// request's CPU time is added. The limit of CPU time ends a process that computes, so this limit
-/// ends only a process that is blocked.
+/// Time that the caller of a sandbox process waits for a reply in addition to a multiple of the
+/// request's CPU time limit. The limit of CPU time ends a process that computes, so this limit ends
+/// only a process that is blocked.
 pub(crate) const BASE_REPLY_TIMEOUT: Duration = Duration::from_secs(60);
-/// The factor by which a request's limit of CPU time is multiplied to get the variable part of the
-/// time that the caller waits for the reply.
+/// Number of seconds that the caller of a sandbox process waits for a reply per second of the
+/// request's CPU time limit.
 pub(crate) const REPLY_TIMEOUT_PER_CPU_SECOND: u32 = 8;
 
 /// The settings with which a sandbox process starts: its number of threads and its largest memory.

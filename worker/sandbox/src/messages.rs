@@ -11,17 +11,17 @@ use std::time::Duration;
 pub(crate) const REQUEST_HEADER_BYTES: usize = 32;
 /// Size in bytes of the header of a reply of a sandbox process.
 pub(crate) const REPLY_HEADER_BYTES: usize = 16;
-/// Size in bytes of the settings (threads and memory), the first message from the caller to a
-/// sandbox process.
+/// Size in bytes of the first message that a sandbox process receives: its settings (number of
+/// threads and memory limit).
 pub(crate) const SETTINGS_BYTES: usize = 16;
 /// Limit on the length of a panic message in a reply of a sandbox process, in bytes.
 pub(crate) const MAX_PANIC_BYTES: usize = 4096;
-/// Limit on the progress reports that a sandbox process may send per request. The caller rejects a
-/// reply after more reports as invalid.
+/// Maximum number of messages about the progress of one request that a sandbox process may send
+/// before the reply. The caller rejects a reply after more reports as invalid.
 const MAX_PROGRESS_REPORTS: u32 = 64;
 
-/// What a reply of a sandbox process contains, such as a result or an error. The header of the
-/// reply has the number of the kind.
+/// The kinds of messages that a sandbox process sends to its caller: result, panic, too long
+/// result, exceeded CPU time, or progress. The header of the reply has the number of the kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReplyKind {
     /// The result of the request.
@@ -38,8 +38,8 @@ pub(crate) enum ReplyKind {
 }
 
 impl ReplyKind {
-    /// Returns the kind of reply that the number `number` in the header of a reply represents;
-    /// `None` if no kind has this number.
+    /// Returns the kind of message for the number `number` in the header of a reply, or `None` for
+    /// an unknown number.
     fn from_number(number: u64) -> Option<Self> {
         let kinds = [
             ReplyKind::Result,
@@ -52,7 +52,8 @@ impl ReplyKind {
     }
 }
 
-/// Decodes the little-endian 64-bit number in `bytes` that begins at index `at`.
+/// Returns the 64-bit number that is stored in little-endian order in the eight bytes of `bytes`
+/// from index `at` on.
 fn read_u64(bytes: &[u8], at: usize) -> u64 {
     let mut number = [0; 8];
     number.copy_from_slice(&bytes[at..at + 8]);
@@ -83,7 +84,8 @@ pub(crate) fn encode_request_header(length: usize, limits: &RequestLimits) -> [u
     encode_u64s([length as u64, limits.cpu_seconds(), limits.memory_bytes, limits.reply_bytes])
 }
 
-/// Decodes the header of a request to a sandbox process: the length of its body and its limits.
+/// Decodes the header of a request to a sandbox process: the length of the body, and the limits of
+/// CPU time, memory and reply size.
 pub(crate) fn decode_request_header(bytes: &[u8; REQUEST_HEADER_BYTES]) -> (usize, RequestLimits) {
     let limits = RequestLimits {
         cpu: Duration::from_secs(read_u64(bytes, 8)),
@@ -98,7 +100,8 @@ pub(crate) fn encode_reply_header(kind: ReplyKind, length: usize) -> [u8; REPLY_
     encode_u64s([kind as u64, length as u64])
 }
 
-/// Decodes the replies of a sandbox process while their bytes arrive.
+/// Incremental decoder of the messages from a sandbox process, to which their bytes are passed in
+/// pieces of any size.
 #[derive(Debug, Default)]
 pub struct ReplyDecoder {
     header: Vec<u8>,
@@ -111,14 +114,14 @@ pub struct ReplyDecoder {
 }
 
 impl ReplyDecoder {
-    /// Returns the number of the step that the sandbox process reported most recently for the
-    /// current request, or 0 if it reported none.
+    /// Returns the number of the step (such as tokenizing) that the sandbox process last reported
+    /// for the current request, or 0 without a report.
     pub(crate) fn current_step(&self) -> u64 {
         self.progress.0
     }
 
-    /// Returns the buffer to which the caller must append the next bytes of a reply, and the
-    /// largest number of bytes to append.
+    /// Returns the buffer to which the next bytes that are read from the sandbox process must be
+    /// appended, and the largest number of bytes to read.
     pub(crate) fn next_read_buffer(&mut self) -> (&mut Vec<u8>, usize) {
         match self.body {
             None => {

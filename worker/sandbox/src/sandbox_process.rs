@@ -1,5 +1,5 @@
-//! [`SandboxProcess`]: starts a sandbox process, which interprets untrusted files without access to
-//! the system, sends it requests, and receives its replies.
+//! Starts a sandbox process (one that interprets untrusted files without access to the system),
+//! sends requests to it, and receives its replies ([`SandboxProcess`]).
 use crate::{
     confinement::Confinement,
     error::{SandboxError, SandboxFailure},
@@ -30,18 +30,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The longest single wait of the caller for data from a sandbox process. A longer pause, during
-/// which this process itself was stopped, counts only as this long.
+/// Longest time for which the process that started a sandbox process blocks in one `poll` call
+/// while it waits for a reply. A longer pause, during which this process itself was stopped, counts
+/// only as this long.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// How long the caller waits for the end of a sandbox process that has closed its socket.
+/// How long a process waits for its sandbox process to end after the sandbox process has closed the
+/// socket.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval between two checks of whether a sandbox process has ended.
 const END_POLL_INTERVAL: Duration = Duration::from_millis(5);
-/// The limits of CPU time, memory and reply size that hold until a sandbox process has started.
+/// Limits of CPU time, memory and reply size that apply to a sandbox process until it has reported
+/// its successful start.
 const START_LIMITS: RequestLimits =
     RequestLimits { cpu: Duration::from_secs(10), memory_bytes: 0, reply_bytes: 1 };
 
-/// The command that starts a sandbox process: the executable, its arguments and its environment.
+/// The executable, the arguments and the environment with which a sandbox process is started.
 #[derive(Clone, Debug)]
 pub struct SandboxCommand {
     /// The path of the program's executable file.
@@ -54,8 +57,8 @@ pub struct SandboxCommand {
     pub variables: Vec<(OsString, OsString)>,
 }
 
-/// A running sandbox process, as its caller sees it: the process, its socket, and the requests that
-/// are not answered yet. Dropping the value ends the process.
+/// Handle to a running sandbox process, which contains the child process, its socket, and the
+/// limits of the requests that are not answered yet. Dropping the value ends the process.
 ///
 /// Requests are answered in order. A caller may send requests before it has received the replies to
 /// earlier ones. After an error other than [`SandboxError::Panicked`] and
@@ -113,8 +116,8 @@ impl SandboxProcess {
         Ok(process)
     }
 
-    /// Sends the settings (threads and memory) to the new sandbox process, and receives which
-    /// kernel facilities (Landlock, seccomp) confine it.
+    /// Sends the settings (threads and memory limit) to the new sandbox process, and waits for its
+    /// reply, which reports whether Landlock and seccomp are active.
     fn exchange_settings(&mut self, settings: &SandboxSettings) -> Result<(), SandboxError> {
         // The socket has capacity for the settings.
         self.socket.write_all(&encode_settings(settings)).map_err(SandboxError::NotStarted)?;
@@ -136,9 +139,10 @@ impl SandboxProcess {
         self.pending.len() + self.replies.len()
     }
 
-    /// Sends a request to the sandbox process, and with it the open file `file`, if given. While
-    /// the process cannot accept more bytes, reads the replies that arrive. If the process fails,
-    /// [`SandboxProcess::receive_reply`] returns the reason after the replies that precede it.
+    /// Sends the request `body` to the sandbox process, and passes the open file `file` with it if
+    /// one is given. While the process cannot accept more bytes, reads the replies that arrive. If
+    /// the process fails, [`SandboxProcess::receive_reply`] returns the reason after the replies
+    /// that precede it.
     pub fn send_request(&mut self, body: &[u8], file: Option<&File>, limits: &RequestLimits) {
         let header = encode_request_header(body.len(), limits);
         self.pending.push_back(*limits);
@@ -179,9 +183,9 @@ impl SandboxProcess {
         }
     }
 
-    /// Waits until the socket of the sandbox process is ready to be read or written, and decodes
-    /// the replies that have arrived. Queues a failure after these replies, because they may arrive
-    /// together with the end of the process.
+    /// Waits until the socket of the sandbox process is ready for one of `events` (reading,
+    /// writing), and decodes the replies that have arrived. Queues a failure after these replies,
+    /// because they may arrive together with the end of the process.
     fn wait_and_read_replies(&mut self, events: PollFlags) {
         if let Err(failure) = self.wait_for_socket(events).and_then(|()| self.read_replies()) {
             self.has_failed = true;
@@ -190,8 +194,9 @@ impl SandboxProcess {
         }
     }
 
-    /// Waits until the socket of the sandbox process has received bytes or can send some. Kills the
-    /// process if the wait for the next reply takes too long.
+    /// Waits until the socket of the sandbox process is ready for one of `events`: bytes have
+    /// arrived, or bytes can be sent. Kills the process if the wait for the next reply takes too
+    /// long.
     fn wait_for_socket(&mut self, events: PollFlags) -> Result<(), SandboxFailure> {
         loop {
             let began = Instant::now();
@@ -243,14 +248,15 @@ impl SandboxProcess {
         self.child.id()
     }
 
-    /// Shuts down the socket to the sandbox process, which then ends as if its caller had ended.
-    /// Tests use this function.
+    /// Shuts down the socket to the sandbox process, which makes the sandbox process end. Tests use
+    /// this function.
     #[cfg(test)]
     pub(crate) fn shut_down_socket(&self) {
         self.socket.shutdown(std::net::Shutdown::Both).expect("the socket is open");
     }
 
-    /// Waits for the end of a sandbox process that closed its socket, and returns why it ended.
+    /// Waits for the end of a sandbox process that has closed its socket, and returns the reason as
+    /// an error, such as an exceeded limit.
     fn find_end_reason(&mut self, limits: &RequestLimits) -> SandboxError {
         let deadline = Instant::now() + END_TIMEOUT;
         while Instant::now() < deadline {
@@ -264,8 +270,8 @@ impl SandboxProcess {
         SandboxError::Ended("it closed its socket".to_owned())
     }
 
-    /// Kills the sandbox process because of `error`, and returns `error` as the failure of the
-    /// oldest unanswered request.
+    /// Kills the sandbox process after `error`, and returns the error together with the step of the
+    /// request that was in progress.
     fn kill_because_of(&mut self, error: SandboxError) -> SandboxFailure {
         self.kill();
         error.into_failure_at_step(self.decoder.current_step())
@@ -285,8 +291,8 @@ impl Drop for SandboxProcess {
     }
 }
 
-/// Converts the exit status of a sandbox process that ended during a request to an error, which
-/// names the exceeded limit of `limits` if the status shows one.
+/// Returns the error for a sandbox process that ended with the exit status `status` during a
+/// request, such as an exceeded memory limit for SIGABRT.
 fn explain_end(status: ExitStatus, limits: &RequestLimits) -> SandboxError {
     let signal = status.signal().map(Signal::try_from);
     match signal {

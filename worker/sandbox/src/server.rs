@@ -36,22 +36,22 @@ use std::{
 
 /// The exit code of a sandbox process that ends normally, because its caller has closed the socket.
 const EXIT_DONE: u8 = 0;
-/// The exit code of a sandbox process that cannot start, cannot reach its caller, or has reported
-/// an exceeded limit.
+/// Exit code of a sandbox process that ends because of a failure: it could not start, lost its
+/// caller, or exceeded a limit.
 const EXIT_FAILED: u8 = 1;
 
 /// The message and the source location of the last panic in this sandbox process.
 static LAST_PANIC: Mutex<String> = Mutex::new(String::new());
 
-/// A callback with which the code that handles a request reports to the caller that it begins the
-/// step of the request with the given number. An error of the request names the last reported step.
+/// Callback by which a request handler reports to the caller the number of the step that it begins,
+/// such as loading a tokenizer. An error of the request names the last reported step.
 pub type ReportStepFn<'a> = dyn FnMut(u64) + 'a;
 
-/// The code that interprets requests in a sandbox process, such as parsing a file.
+/// Handler of the requests to a sandbox process, for example of requests to parse a file.
 pub trait RequestHandler {
-    /// Interprets `request`, which may come with an open file (for example a file to parse), and
-    /// returns the reply. A panic becomes an error of the caller, and the handler then gets the
-    /// next request. No work with a limit of CPU time may run during a call of `report_step`.
+    /// Handles `request`, for example by parsing the open file `file` if one was sent, and returns
+    /// the bytes of the reply. A panic becomes an error of the caller, and the handler then gets
+    /// the next request. No work with a limit of CPU time may run during a call of `report_step`.
     fn handle_request(
         &mut self,
         request: &[u8],
@@ -68,8 +68,8 @@ struct Request {
     limits: RequestLimits,
 }
 
-/// Runs the sandbox process: confines it, creates the handler, and answers requests until the
-/// caller closes the socket, which is stdin. Returns the exit code of the process.
+/// Runs the sandbox process: gives up access to the system, and answers requests from stdin (a
+/// socket) until the caller closes it. Returns the exit code of the process.
 pub fn serve(create_handler: impl FnOnce(&SandboxSettings) -> Box<dyn RequestHandler>) -> u8 {
     // SAFETY: the process was started with a socket as file 0, and no other code uses this number.
     let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(0) });
@@ -79,8 +79,8 @@ pub fn serve(create_handler: impl FnOnce(&SandboxSettings) -> Box<dyn RequestHan
     }
 }
 
-/// Confines this process, creates the request handler, and answers the requests that arrive at
-/// `socket` until the caller closes it.
+/// Runs the sandbox process on `socket`: gives up all access that is not needed, and answers
+/// requests until the caller closes the socket.
 fn serve_socket(
     mut socket: UnixStream,
     create_handler: impl FnOnce(&SandboxSettings) -> Box<dyn RequestHandler>,
@@ -105,24 +105,24 @@ fn serve_socket(
     answer_requests(&socket, &requests, &limiter, handler.as_mut())
 }
 
-/// Reports to the caller that a piece of work for its request exceeded the limit of CPU time, and
-/// ends the sandbox process. The thread that answers requests sends nothing meanwhile, because
-/// limited work still runs.
+/// Reports to the caller that its request exceeded the CPU time `limit`, and ends the sandbox
+/// process. The thread that answers requests sends nothing meanwhile, because limited work still
+/// runs.
 fn exit_out_of_cpu_time(socket: &UnixStream, limit: Duration) -> Infallible {
     // Without the reply, the caller reports that the process ended.
     _ = send_reply(socket, ReplyKind::OutOfCpuTime, &limit.as_secs().to_le_bytes());
     process::exit(EXIT_FAILED.into())
 }
 
-/// Starts a thread of the sandbox process that reads requests or checks limits, and does not
-/// interpret files.
+/// Starts a thread with a small stack for tasks of the sandbox process other than interpreting
+/// files, such as reading requests.
 fn spawn_service_thread(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
     thread::Builder::new().name(name.to_owned()).stack_size(SERVICE_STACK_BYTES).spawn(run).map(drop)
 }
 
-/// Prepares signal handling: ignores the signals that a terminal or a batch system sends to all
-/// processes of a job, because the caller decides when this process ends. Restores the default
-/// action of the signals of a crash, so that the caller sees the signal.
+/// Makes the sandbox process ignore signals such as SIGINT and SIGTERM, which terminals and batch
+/// systems send to all processes of a job. Restores the default action of the signals of a crash,
+/// so that the caller sees the signal.
 fn set_signal_actions() {
     let ignored =
         [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
@@ -148,8 +148,8 @@ fn record_panic(info: &panic::PanicHookInfo) {
     *LAST_PANIC.lock().unwrap_or_else(PoisonError::into_inner) = message + &place;
 }
 
-/// Blocks until the caller has closed the socket, and then ends the sandbox process, even in the
-/// middle of a request.
+/// Blocks until the caller has closed the socket, and then ends the sandbox process without waiting
+/// for a running request.
 fn exit_when_caller_closes_socket(socket: &UnixStream) {
     // A closed connection is reported without being requested.
     let mut watched = [PollFd::new(socket.as_fd(), PollFlags::empty())];
@@ -184,8 +184,9 @@ fn read_request(socket: &mut UnixStream) -> io::Result<Request> {
     Ok(Request { body, file, limits })
 }
 
-/// Reads bytes of a request's header into `buffer`, and receives the open file that was sent with
-/// them. Returns the number of bytes, and the file if there is one.
+/// Reads bytes of a request's header from `socket` into `buffer`, and receives the open file (file
+/// descriptor) that was sent with these bytes. Returns the number of bytes, and the file if there
+/// is one.
 fn receive_header_bytes_and_file(
     socket: &UnixStream,
     buffer: &mut [u8],
@@ -204,8 +205,8 @@ fn receive_header_bytes_and_file(
     Ok((message.bytes, file))
 }
 
-/// Answers the requests that arrive through the channel `requests`, one after another, until the
-/// caller of the sandbox process closes the socket.
+/// Handles the requests that arrive through the channel `requests`, one after another, and sends
+/// the replies, until the caller closes the socket.
 fn answer_requests(
     socket: &UnixStream,
     requests: &Receiver<Request>,

@@ -59,12 +59,12 @@ const ALLOWED_SYSTEM_CALLS: &[i64] = &[
 /// calls does. The C library and std then use older system calls, whose arguments the filter can
 /// check.
 const ENOSYS_SYSTEM_CALLS: [i64; 2] = [libc::SYS_clone3, libc::SYS_statx];
-/// The option `PR_SET_VMA` of the system call `prctl`, with which allocators name their memory.
+/// Option of the system call `prctl` by which a memory allocator gives a name to a memory mapping.
 const PR_SET_VMA: u64 = 0x5356_4d41;
 
-/// Builds the two seccomp filters of a sandbox process, which must be applied in the returned
-/// order. For each system call, the kernel takes the strictest answer of both. System calls that no
-/// rule allows fail with EPERM.
+/// Builds the two seccomp filters that restrict the system calls of a sandbox process, in the order
+/// in which they must be installed. For each system call, the kernel takes the strictest answer of
+/// both. System calls that no rule allows fail with EPERM.
 pub(crate) fn build_seccomp_filters() -> Result<[BpfProgram; 2], BackendError> {
     let arch = TargetArch::try_from(std::env::consts::ARCH)?;
     let argument = |number, expected| {

@@ -1,5 +1,5 @@
-//! Host-local checkpoints: the checkpoint directory is not shared by hosts, so each host stores
-//! only the shards that its workers write. Implements the two-phase commit, the list of
+//! Checkpoints in a directory that hosts do not share (host-local checkpoints): each host stores
+//! only the shards of the ranks that run on it. Implements the two-phase commit, the list of
 //! checkpoints, and reading shards of other hosts.
 mod fetch_schedule;
 mod host_local_checkpoint;
@@ -24,7 +24,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// A checkpoint from which the run may resume: its path and, if known, the hash that identifies it.
+/// A checkpoint from which the run can try to resume: the path on this host, and the hash of the
+/// manifest if it is known.
 pub(crate) struct CheckpointCandidate {
     /// The path of the checkpoint on this host, even if this host has no part of the checkpoint.
     pub(crate) path: PathBuf,
@@ -34,21 +35,21 @@ pub(crate) struct CheckpointCandidate {
 }
 
 impl CheckpointCandidate {
-    /// Creates a candidate for a resume from the path of a checkpoint, without the hash that
-    /// distinguishes different checkpoints of one step.
+    /// Creates a [`CheckpointCandidate`] that stands for any checkpoint at `path`, whatever the
+    /// hash of its manifest is.
     pub(crate) fn from_path(path: PathBuf) -> Self {
         CheckpointCandidate { path, hash: None }
     }
 
-    /// Returns the optimizer step that the name of the checkpoint's directory contains, or `None`
-    /// if the directory has another name.
+    /// Returns the optimizer step in the name of the checkpoint's directory, or `None` if the name
+    /// contains no step.
     pub(crate) fn step(&self) -> Option<u64> {
         ckpt::parse_step_dir_name(self.path.file_name()?.to_str()?)
     }
 }
 
-/// Commits a checkpoint whose shards are stored on separate hosts, so that it appears under its
-/// final name on all hosts or on none. Then each host removes old checkpoints.
+/// Commits a checkpoint whose shards are stored on several hosts: either on all of these hosts or,
+/// after an error, on no host. Then each host removes old checkpoints.
 ///
 /// Returns the path on this host and the number of bytes of all shards. Collective: every rank must
 /// call it.
@@ -103,9 +104,8 @@ pub(crate) fn commit_on_all_hosts(
     })
 }
 
-/// Commits on this host those checkpoints that were only prepared here when a run was interrupted
-/// (the first phase of a two-phase commit), but committed on another host. Collective: every rank
-/// must call it.
+/// Completes the commit of interrupted saves: if a checkpoint is committed on one host, this host
+/// commits its part that was ready to be committed. Collective: every rank must call it.
 pub(crate) fn complete_interrupted_commits(
     queue: &CollectiveQueue,
     layout: &StorageTopology,
@@ -133,9 +133,9 @@ pub(crate) fn complete_interrupted_commits(
     require_on_all_ranks(queue, result.map_err(to_unwritable_checkpoint_error))
 }
 
-/// Lists the checkpoints from which the run may resume and which any host has in its own checkpoint
-/// directory `root`, newest first. Each host leaves out those for whose path on this host `accepts`
-/// returns false. Collective: every rank must call it.
+/// Lists all checkpoints that at least one host has in its checkpoint directory `root`, newest
+/// first, as possible sources of a resume. Each host leaves out those for whose path on this host
+/// `accepts` returns false. Collective: every rank must call it.
 pub(crate) fn list_candidates_of_all_hosts(
     queue: &CollectiveQueue,
     layout: &StorageTopology,

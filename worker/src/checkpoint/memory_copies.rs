@@ -1,5 +1,5 @@
-//! Copies of the training state that hosts keep in their memory (`checkpoint.memory`), from which a
-//! restarted job resumes without reading a checkpoint from disk.
+//! Copies of the training state in the memory of hosts (`checkpoint.memory`), from which a
+//! restarted job resumes without reading from disk.
 //!
 //! Each rank copies its shard of a native checkpoint to the memory of its host, which the agent
 //! holds open and which therefore survives the worker. Ranks on other hosts keep further copies,
@@ -47,8 +47,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Gives a rank access to the copies of the training state that its own host and the other hosts of
-/// the job keep in their memory.
+/// Gives a rank access to the copies of the training state in the memory of its host and of the
+/// other hosts of the job.
 pub struct HostMemoryCopies {
     store: MemoryStore,
     hosts: RankHostMap,
@@ -57,9 +57,9 @@ pub struct HostMemoryCopies {
 }
 
 impl HostMemoryCopies {
-    /// Connects this rank to `file`, the memory file in which its host keeps copies of the training
-    /// state, and determines which ranks are on which host. `local_rank` is the number of the rank
-    /// on its host. Collective: every rank must call it.
+    /// Opens `file`, the memory file with training-state copies of this rank's host, and determines
+    /// which ranks run on which host. `local_rank` is the number of the rank on its host.
+    /// Collective: every rank must call it.
     pub fn connect(
         queue: &CollectiveQueue,
         file: File,
@@ -71,14 +71,14 @@ impl HostMemoryCopies {
         Ok(HostMemoryCopies { store: MemoryStore::new(file), hosts, spec: spec.clone(), attempt })
     }
 
-    /// Returns the number of the current attempt, which is one start of all workers within the run.
+    /// Returns the number of the current attempt (an attempt is one start of all workers of the
+    /// run).
     pub(super) fn attempt(&self) -> u32 {
         self.attempt
     }
 
-    /// Lists the training states of which hosts keep copies in memory: those that can be restored,
-    /// because every rank's copy exists, and those that cannot. Collective: every rank must call
-    /// it.
+    /// Lists the training states of which hosts have copies in memory: complete ones, with a copy
+    /// of every rank, and ones that cannot be restored. Collective: every rank must call it.
     pub(super) fn list_states(&self, queue: &CollectiveQueue) -> Result<StateSelection> {
         let report = match self.hosts.is_leader(queue.comm().rank()) {
             true => self.list_local_copies().map(|copies| describe_host_copies(&copies)),
@@ -90,7 +90,8 @@ impl HostMemoryCopies {
         Ok(select_states(&of_hosts))
     }
 
-    /// Lists the copies of ranks' training states that are in the memory of this host.
+    /// Lists the memory copies of ranks' training states that this host has, whichever host the
+    /// ranks run on.
     fn list_local_copies(&self) -> Result<StoredMemoryCopies> {
         self.store.list_copies().map_err(to_unreadable_checkpoint_error)
     }
@@ -143,15 +144,15 @@ impl HostMemoryCopies {
 }
 
 impl CompleteState {
-    /// Returns the text that events and messages show in place of a checkpoint's path for a
-    /// training state in memory, such as `memory/step-40`.
+    /// Returns the text that replaces the checkpoint path in events and messages about a training
+    /// state in memory, such as `memory/step-40`.
     pub(super) fn display_path(&self) -> PathBuf {
         PathBuf::from(format!("memory/step-{}", self.id.step))
     }
 }
 
-/// Builds the list of the training-state copies in this host's memory that this host sends to all
-/// others.
+/// Converts the list of memory copies on this host to the message that this host sends to all other
+/// hosts.
 fn describe_host_copies(copies: &StoredMemoryCopies) -> HostCopies {
     let report = |copy: &ckpt::memory_store::StoredMemoryCopy| ReportedCopy {
         id: copy.id,
@@ -168,8 +169,8 @@ fn build_invalid_copy_list_error() -> Diagnostic {
     Diagnostic::error(codes::training::PEER_REPORT_INVALID, message)
 }
 
-/// The size of one copy of a rank's training state to the memory of hosts, and how long copying it
-/// and sending it to other hosts took.
+/// Sizes and durations of one copy of a rank's training state, to the memory of the rank's host and
+/// to other hosts.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StateCopyCost {
     /// The size of this rank's copy in bytes.
@@ -195,8 +196,8 @@ impl fmt::Display for StateCopyCost {
     }
 }
 
-/// Copies this rank's training state to the memory of its host and of other hosts after certain
-/// training steps.
+/// Copies this rank's training state to the memory of its host and of other hosts, after each step
+/// for which the job requires it.
 pub struct MemoryCopier {
     memory: HostMemoryCopies,
     /// The number of the next copy, which selects its region.
@@ -206,8 +207,8 @@ pub struct MemoryCopier {
 }
 
 impl MemoryCopier {
-    /// Creates a copier of the training state whose first copy gets the number `sequence`, which
-    /// must be greater than that of the copies from which the run resumed.
+    /// Creates a copier of this rank's training state that numbers its copies from `sequence` on, a
+    /// number above those of existing copies.
     pub fn new(memory: HostMemoryCopies, sequence: u64) -> Self {
         MemoryCopier { memory, sequence, count: 0 }
     }
@@ -223,9 +224,9 @@ impl MemoryCopier {
         step.is_multiple_of(self.memory.spec.every)
     }
 
-    /// Copies the training state of this rank to the memory of its host, and sends it to the other
-    /// hosts that keep a copy, which send theirs in turn. Rank 0 passes the facts about the run.
-    /// Collective: every rank must call it.
+    /// Copies the training state of this rank to the memory of its host, and exchanges copies with
+    /// the ranks of other hosts. Rank 0 passes the facts about the run. Collective: every rank must
+    /// call it.
     ///
     /// Returns when the copies of all ranks are complete on all hosts, so that the step can be
     /// reported: a run that loses a worker or host resumes at this step. The copy overwrites the
@@ -276,8 +277,8 @@ impl MemoryCopier {
         written.map_err(to_unwritable_checkpoint_error)
     }
 
-    /// Frees the copies of other ranks' training states in this host's memory that it no longer has
-    /// to keep, for example after a restart on other hosts.
+    /// Frees memory copies on this host that belong to ranks whose copies other hosts must now
+    /// keep, for example after a restart on other hosts.
     ///
     /// May be called after all ranks have completed a copy in this attempt.
     fn free_unneeded_copies(&self, rank: usize) -> Result<()> {

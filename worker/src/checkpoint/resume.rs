@@ -1,5 +1,5 @@
-//! Resumes from a checkpoint: selects and loads the checkpoint, checks that it fits the job, and
-//! reports differences between the job and the checkpoint.
+//! Resumes a run: selects and loads a checkpoint, checks that it belongs to the job, and reports
+//! differences between job and checkpoint.
 mod adapters;
 mod batch_job;
 mod candidates;
@@ -112,10 +112,9 @@ pub fn resume_from_checkpoint(
     }
 }
 
-/// Lists the checkpoints that are tried before the one that `resume.from` names, newest first: all
-/// in `checkpoint.dir` with `resume.from: auto`, otherwise those of earlier runs of the same batch
-/// job. Also returns the batch job if the checkpoints are those of a batch job. Collective: every
-/// rank must call it.
+/// Lists the checkpoints to try before the one that `resume.from` names, newest first: with `auto`
+/// those in `checkpoint.dir`, otherwise those of the restarted batch job. Also returns the batch
+/// job if the checkpoints are those of a batch job. Collective: every rank must call it.
 fn list_preferred_checkpoints<'a>(
     ready: &UninitializedTrainer,
     job: &JobSpec,
@@ -144,8 +143,8 @@ fn report_skipped_checkpoints(skipped: &[(PathBuf, Error)], events: &mut EventSi
     Ok(())
 }
 
-/// Returns whether `error` reports that shards of a checkpoint are stored only on hosts outside of
-/// the job. Such an error does not mean that a file is damaged.
+/// Returns whether `error` reports that the job has no host on which a required shard of the
+/// checkpoint is stored. Such an error does not mean that a file is damaged.
 fn is_shard_unreachable(error: &Error) -> bool {
     error.code() == codes::RESUME_SHARD_UNREACHABLE
 }

@@ -32,12 +32,12 @@ use std::{
     time::Instant,
 };
 
-/// The JSON key under which a checkpoint stores the id of the batch job (such as a Slurm job) that
-/// ran the training, next to the progress.
+/// JSON key under which the progress in a checkpoint contains the id of the batch job (such as a
+/// Slurm job) that wrote the checkpoint.
 pub(crate) const BATCH_JOB_KEY: &str = "batch_job";
 
-/// The part of a checkpoint's description of the run that is the same in all checkpoints of a run:
-/// model, tokenizer, job and digest of the data.
+/// Facts about the run that all its checkpoints contain: model, tokenizer files, job, and digest of
+/// the training data.
 pub struct RunMetadata {
     /// The description of the model.
     pub model: ModelSpec,
@@ -57,9 +57,9 @@ pub struct RunMetadata {
 }
 
 impl RunMetadata {
-    /// Creates the description of a run that all its checkpoints contain, for a run that starts at
-    /// step 0 and does not belong to a batch job. `tokenizer` are the files of the tokenizer, and
-    /// `eod` is its end-of-document token.
+    /// Collects the facts about a run that all its checkpoints contain, such as the model and the
+    /// job. Facts about a batch job or a resume are added later. `tokenizer` are the files of the
+    /// tokenizer, and `eod` is its end-of-document token.
     pub fn new(
         trainer: &Trainer,
         train: &TrainSpec,
@@ -80,7 +80,8 @@ impl RunMetadata {
     }
 }
 
-/// A checkpoint that was saved and committed, with the size and the duration of the save.
+/// A checkpoint that was saved and committed: its step, path, size in bytes, and the duration of
+/// the save in seconds.
 pub struct SavedCheckpoint {
     /// The number of optimizer steps done.
     pub step: u64,
@@ -92,8 +93,8 @@ pub struct SavedCheckpoint {
     pub seconds: f64,
 }
 
-/// Saves the checkpoints of one run on this rank: writes the rank's shard, in the background if
-/// possible, and commits the checkpoint with the other ranks.
+/// Saves the checkpoints of a run on one rank: writes the shard of this rank and, together with all
+/// ranks, commits the checkpoint.
 pub struct CheckpointSaver {
     root: PathBuf,
     spec: CheckpointSpec,
@@ -110,8 +111,8 @@ pub struct CheckpointSaver {
     is_resumed_from_memory: bool,
 }
 
-/// The pinned host memory (staging memory) to which a GPU's values are copied before a background
-/// save writes them: not allocated, being allocated, or ready.
+/// State of the pinned host memory (staging memory) into which a GPU's values are copied for
+/// background saves: not allocated, being allocated, or ready.
 ///
 /// The memory is allocated once and in the background, because the driver takes seconds for many
 /// gigabytes.
@@ -121,7 +122,8 @@ enum StagingMemory {
     Ready(Vec<Buf>),
 }
 
-/// A checkpoint whose save this rank has begun and all ranks together have not committed yet.
+/// The save of one checkpoint that this rank has started and that all ranks together have not
+/// committed yet.
 struct PendingSave {
     facts: RunFacts,
     /// The write of this rank's shard. It is dropped, and ends, before the staging directory.
@@ -135,8 +137,8 @@ struct PendingSave {
 }
 
 impl CheckpointSaver {
-    /// Creates a saver of checkpoints in the directory `root`; `layout` states which ranks see the
-    /// same directory there. `last` is the checkpoint from which the run resumed.
+    /// Creates the object that saves checkpoints in the directory `root`; `layout` states which
+    /// ranks see one directory at this path. `last` is the checkpoint from which the run resumed.
     pub fn new(
         root: PathBuf,
         spec: CheckpointSpec,
@@ -159,9 +161,9 @@ impl CheckpointSaver {
         }
     }
 
-    /// Returns this saver with `memory`, which also copies the training state to the memory of
-    /// hosts between checkpoints. `is_resumed` states whether the run resumed from such copies, and
-    /// `step_events` are the events that these contained.
+    /// Adds the copier `memory` to this saver, which copies the training state to the memory of
+    /// hosts after certain steps, between checkpoints. `is_resumed` states whether the run resumed
+    /// from such copies, and `step_events` are the events that these contained.
     pub fn with_memory_copies(
         self,
         memory: Option<MemoryCopier>,
@@ -171,8 +173,8 @@ impl CheckpointSaver {
         CheckpointSaver { memory, is_resumed_from_memory: is_resumed, step_events, ..self }
     }
 
-    /// Records the event of the newest step, which later copies in memory contain. Rank 0 must call
-    /// this function before the copy of the step.
+    /// Stores the event that reports the latest completed step, so that memory copies of the
+    /// training state contain it. Rank 0 must call this function before the copy of the step.
     pub fn record_step_event(&mut self, event: &protocol::event::Event) {
         if self.memory.is_some() {
             self.step_events.record(event);
@@ -200,21 +202,22 @@ impl CheckpointSaver {
         self.memory.as_ref().is_some_and(MemoryCopier::has_copied)
     }
 
-    /// Returns whether the run resumed from a training state in the memory of hosts and has not
-    /// saved a checkpoint to disk since.
+    /// Returns whether the run resumed from copies in the memory of hosts and has saved no
+    /// checkpoint to disk since the resume.
     pub fn is_unsaved_since_memory_resume(&self) -> bool {
         self.is_resumed_from_memory
     }
 
-    /// Returns whether a run that ends without having completed a step must still save its training
-    /// state, because no checkpoint on disk contains it. This is the case after a resume from
-    /// memory, or if the run has no checkpoint.
+    /// Returns whether a run that ends before completing a step must save a checkpoint, because no
+    /// checkpoint on disk has its training state. This is the case after a resume from memory, or
+    /// if the run has no checkpoint.
     pub fn must_save_without_new_step(&self) -> bool {
         self.is_resumed_from_memory || self.last.is_none()
     }
 
-    /// Starts a thread that allocates the pinned host memory (staging memory) to which background
-    /// saves copy the values of a GPU. Without this call, the first save allocates the memory.
+    /// Starts a thread that allocates pinned host memory (staging memory), into which background
+    /// saves copy a GPU's weights and optimizer states. Without this call, the first save allocates
+    /// the memory.
     ///
     /// On a CPU each save allocates memory separately.
     pub fn start_staging_allocation(&mut self, running: &RunningTrainer) -> Result<()> {
@@ -229,8 +232,8 @@ impl CheckpointSaver {
         Ok(())
     }
 
-    /// Waits until the pinned host memory (staging memory) to which background saves copy the
-    /// values of a GPU is allocated. Starts the allocation if necessary.
+    /// Blocks until the pinned host memory (staging memory), into which background saves copy a
+    /// GPU's weights and optimizer states, is allocated. Starts the allocation if necessary.
     pub fn wait_for_staging(&mut self, running: &RunningTrainer) -> Result<()> {
         self.start_staging_allocation(running)?;
         if matches!(self.staging, StagingMemory::Allocating(_)) {
@@ -239,7 +242,7 @@ impl CheckpointSaver {
         Ok(())
     }
 
-    /// Returns whether the checkpoints of this run are written by a background thread while
+    /// Returns whether a background thread of each rank writes the checkpoints of this run while
     /// training continues.
     ///
     /// Offloaded states are written in the foreground, because a copy of them would need the memory
@@ -248,16 +251,16 @@ impl CheckpointSaver {
         self.spec.r#async && running.train_spec().zero.offload.is_none()
     }
 
-    /// Returns, once, the notice that this rank could not allocate pinned host memory for
-    /// background saves, so that copies from the GPU block training. Returns `None` if there is no
-    /// notice or it was already taken.
+    /// Returns the message that pinned host memory for background saves could not be allocated, and
+    /// clears it, so that it is reported once. Returns `None` if there is no notice or it was
+    /// already taken.
     pub fn take_staging_notice(&mut self) -> Option<String> {
         self.notice.take()
     }
 
-    /// Returns the host memory (staging memory) to which a background save copies the values of a
-    /// GPU, for use by one save. If the driver has no pinned memory, returns pageable memory and
-    /// records a notice.
+    /// Removes the host buffers for a background save from this saver and returns them; a save
+    /// copies the GPU's values into them. If the driver has no pinned memory, returns pageable
+    /// memory and records a notice.
     fn take_staging(&mut self, running: &RunningTrainer) -> Result<Vec<Buf>> {
         self.start_staging_allocation(running)?;
         match std::mem::replace(&mut self.staging, StagingMemory::NotAllocated) {
@@ -272,8 +275,8 @@ impl CheckpointSaver {
         }
     }
 
-    /// Returns the newest checkpoint that this run has saved and committed, or from which it
-    /// resumed.
+    /// Returns the path of the newest committed checkpoint of this run, or of the checkpoint from
+    /// which the run resumed if it has saved none.
     pub fn last_checkpoint(&self) -> Option<&Path> {
         self.last.as_deref()
     }
@@ -289,8 +292,8 @@ impl CheckpointSaver {
         self.find_background_write().is_some_and(BackgroundWrite::is_running)
     }
 
-    /// Returns the background thread that writes this rank's shard of the checkpoint that is being
-    /// saved, if there is one.
+    /// Returns the running background thread that writes this rank's shard of the current
+    /// checkpoint, or `None`.
     fn find_background_write(&self) -> Option<&BackgroundWrite> {
         match &self.pending.as_ref()?.writer {
             ShardWrite::Background(write) => Some(write),
@@ -298,10 +301,9 @@ impl CheckpointSaver {
         }
     }
 
-    /// Cancels the save in progress if any rank has written less than half of its shard and an
-    /// older checkpoint exists, so that a newer save can start at once. The save that follows is
-    /// then not delayed. Returns the step of the cancelled save. Collective: every rank must call
-    /// it.
+    /// Cancels the running background save if an older checkpoint exists and any rank has written
+    /// less than half of its shard. The save that follows is then not delayed. Returns the step of
+    /// the cancelled save. Collective: every rank must call it.
     pub fn cancel_mostly_unwritten_save(&mut self, running: &RunningTrainer) -> Result<Option<u64>> {
         let Some(write) = self.find_background_write().filter(|_| self.last.is_some()) else {
             return Ok(None);
@@ -325,17 +327,17 @@ impl CheckpointSaver {
         Ok(Some(facts.step))
     }
 
-    /// Keeps the host memory of a finished background save, to which values of the GPU were copied,
-    /// for the next save; on CPUs, frees it.
+    /// Stores the pinned host buffers of a finished background save for the next save of a GPU's
+    /// values; on CPUs, the buffers are freed.
     fn keep_staging_for_next_save(&mut self, running: &RunningTrainer, buffers: Vec<Buf>) {
         if !running.trainer.ops.is_host() {
             self.staging = StagingMemory::Ready(buffers);
         }
     }
 
-    /// Begins to save a checkpoint of the current training state; the shard of this rank is written
-    /// in the background if possible. The previous checkpoint must be finished. Collective: every
-    /// rank must call it.
+    /// Starts to save a checkpoint of the current training state; if `checkpoint.async` is set, a
+    /// background thread writes this rank's shard. The previous checkpoint must be finished.
+    /// Collective: every rank must call it.
     pub fn begin_save(&mut self, running: &mut RunningTrainer) -> Result<()> {
         let began = Instant::now();
         let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
@@ -421,9 +423,8 @@ impl CheckpointSaver {
         Ok(Some(SavedCheckpoint { step, path, bytes, seconds: began.elapsed().as_secs_f64() }))
     }
 
-    /// Writes this rank's part of the checkpoint's parity (XOR redundancy, by which a lost shard
-    /// can be rebuilt), and returns the reports of all ranks about theirs; `None` without
-    /// `checkpoint.parity`.
+    /// Writes this rank's part of the checkpoint's parity (XOR redundancy for rebuilding a lost
+    /// shard), and returns descriptions of the parity files of all ranks.
     ///
     /// The shards of all ranks must be complete, because each rank reads one Nth of the checkpoint.
     /// Collective: every rank must call it.
@@ -442,8 +443,8 @@ impl CheckpointSaver {
         all_gather_values(engine.queue(), mine).map(Some)
     }
 
-    /// Commits a checkpoint in a directory that all ranks share, and removes old checkpoints.
-    /// Returns the path and the number of bytes of the checkpoint.
+    /// Commits a checkpoint in the checkpoint directory that all ranks share, and removes old
+    /// checkpoints from this directory. Returns the path and the number of bytes of the checkpoint.
     fn commit_and_prune(
         &self,
         staging: StagingDir,
@@ -462,8 +463,8 @@ impl CheckpointSaver {
         Ok((done.path, done.bytes))
     }
 
-    /// Builds the description of the run (job, model, tokenizer files, progress) that the manifest
-    /// (table of contents) of a checkpoint contains.
+    /// Collects the facts about the run (job, model, tokenizer files, progress) that are stored in
+    /// the manifest (table of contents) of a checkpoint.
     fn build_run_facts(&self, running: &RunningTrainer, tokenizer: Vec<TextFile>) -> RunFacts {
         let (metadata, trainer, train) = (&self.metadata, &running.trainer, running.train_spec());
         let units = trainer.engine.clone_units();
@@ -489,8 +490,8 @@ impl CheckpointSaver {
     }
 }
 
-/// Builds the JSON with the progress of training that a checkpoint stores: step, samples, tokens,
-/// and further values such as the fp16 loss scale if needed.
+/// Builds the JSON with the progress of training (step, samples, tokens and further values) that a
+/// checkpoint stores.
 fn build_cursor_json(running: &RunningTrainer, metadata: &RunMetadata, units: &[ParamUnit]) -> Value {
     let mut cursor = json!({ "at": running.position, "data": metadata.data_digest });
     if let Some(id) = &metadata.batch_job {
@@ -506,22 +507,22 @@ fn build_cursor_json(running: &RunningTrainer, metadata: &RunMetadata, units: &[
     cursor
 }
 
-/// Lists the element type and the length of each tensor range of weights and optimizer states that
-/// this rank owns and saves.
+/// Lists the element type and the length of each range of a weight or optimizer state that this
+/// rank owns and saves.
 fn list_range_sizes(running: &RunningTrainer) -> Vec<(Dtype, usize)> {
     let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
     let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.lock_resident_params(u)).collect();
     list_owned_ranges(engine, optimizer, &guards).iter().map(|o| (o.values.dtype(), o.values.len())).collect()
 }
 
-/// Allocates pageable host memory to which a background save copies this rank's weights and
-/// optimizer states, one buffer per tensor range.
+/// Allocates ordinary (not pinned) host buffers for a background save, one for each range of a
+/// weight or optimizer state that this rank owns.
 fn allocate_pageable_buffers(running: &RunningTrainer) -> Vec<Buf> {
     list_range_sizes(running).into_iter().map(|(dtype, len)| Buf::zeroed_as(dtype, len)).collect()
 }
 
-/// Computes the number of bytes of all tensors (weights and optimizer states) that a checkpoint
-/// contains.
+/// Returns the total size in bytes of all weights and optimizer states in a checkpoint, over all
+/// ranks.
 pub fn count_checkpoint_bytes(engine: &ZeroEngine, optimizer: &Optimizer) -> u64 {
     let roles = list_state_roles(optimizer.spec());
     let weight = engine.param_dtypes().updated.size() as u64;

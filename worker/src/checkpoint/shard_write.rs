@@ -22,19 +22,19 @@ use std::{
     thread::JoinHandle,
 };
 
-/// A write of this rank's part (shard) of a checkpoint, which is complete or continues on a
-/// background thread.
+/// The write of this rank's shard of a checkpoint: either already done, or running on a background
+/// thread.
 pub(super) enum ShardWrite {
     Done(ShardWriteResult),
     Background(BackgroundWrite),
 }
 
-/// The result of writing this rank's shard of a checkpoint: sizes and hashes of the file, or an
+/// The result of writing this rank's shard of a checkpoint: the file's size and hashes, or the
 /// error.
 pub(super) type ShardWriteResult = std::result::Result<ShardReport, CkptError>;
 
-/// What a background thread that writes a shard returns: the result of writing (`None` after a
-/// cancellation), and the host buffers, for use by the next save.
+/// What the background thread that writes a shard returns: the result, or `None` after a
+/// cancellation, and the host buffers for reuse by the next save.
 type BackgroundWriteResult = std::result::Result<(Option<ShardWriteResult>, Vec<Buf>), DeviceError>;
 
 /// A background thread that writes this rank's shard of a checkpoint, with its progress.
@@ -44,8 +44,8 @@ pub(super) struct BackgroundWrite {
     progress: Arc<WriteProgress>,
 }
 
-/// How much of a rank's shard the background thread has written, and whether the write was
-/// cancelled.
+/// Number of bytes of a rank's shard that the background thread has written so far, and a flag that
+/// requests the thread to stop.
 struct WriteProgress {
     /// The size of the shard's elements in bytes.
     total_bytes: u64,
@@ -54,9 +54,9 @@ struct WriteProgress {
 }
 
 impl BackgroundWrite {
-    /// Starts a thread that copies this rank's weights and optimizer states from the device to the
-    /// host and writes them as a shard of a checkpoint. The shard is written to the staging
-    /// directory `directory`.
+    /// Starts a thread that writes this rank's weights and optimizer states as a shard of a
+    /// checkpoint, once they are copied to the host. The shard is written to the staging directory
+    /// `directory`.
     pub(super) fn start(
         copies: Download,
         labels: Vec<RangeLabel>,
@@ -93,7 +93,8 @@ impl BackgroundWrite {
         self.is_running() && self.progress.written_bytes.load(Relaxed) < self.progress.total_bytes / 2
     }
 
-    /// Asks the background thread to stop before this rank's shard of the checkpoint is complete.
+    /// Requests that the background thread stop writing this rank's shard of the checkpoint, so
+    /// that the shard remains incomplete.
     pub(super) fn cancel(&self) {
         self.progress.is_cancelled.store(true, Relaxed);
     }
@@ -111,8 +112,9 @@ impl BackgroundWrite {
 }
 
 impl Drop for BackgroundWrite {
-    /// Cancels the write of a shard whose checkpoint is abandoned, and waits for the background
-    /// thread. A later attempt in this process then finds no thread that writes.
+    /// Cancels the background write of a shard if it is still running, because its checkpoint was
+    /// given up, and waits until the thread has ended. A later attempt in this process then finds
+    /// no thread that writes.
     fn drop(&mut self) {
         self.cancel();
         if let Some(thread) = self.thread.take() {
@@ -122,8 +124,8 @@ impl Drop for BackgroundWrite {
     }
 }
 
-/// The name, role (weight or optimizer state) and first element of a tensor range that this rank
-/// owns, to identify its values in a checkpoint.
+/// Identifies a range of a tensor that this rank writes to a checkpoint: tensor name, role (weight
+/// or optimizer state), and index of the first element.
 pub(super) struct RangeLabel {
     name: String,
     role: TensorRole,
@@ -131,14 +133,14 @@ pub(super) struct RangeLabel {
 }
 
 impl RangeLabel {
-    /// Creates the label that identifies the tensor range `o` of this rank in a checkpoint: the
-    /// tensor's name, its role (weight or optimizer state) and the first element of the range.
+    /// Creates the label of the tensor range `o`, which consists of tensor name, role (weight or
+    /// optimizer state) and index of the first element.
     pub(super) fn new(o: &OwnedRange) -> Self {
         RangeLabel { name: o.name.into(), role: o.role, start_element: o.start_element }
     }
 
-    /// Combines the label (name, role, first element) of a tensor range with the range's values, as
-    /// [`ckpt::write_shard`] needs them.
+    /// Returns a tensor range for [`ckpt::write_shard`]: this label (name, role, first element)
+    /// together with the values `data`.
     fn with_values<'a>(&'a self, data: View<'a>) -> TensorPiece<'a> {
         let data = match data.dtype() {
             Dtype::F32 => PieceElements::F32(data.host_slice()),
@@ -157,8 +159,8 @@ pub(super) fn spawn_named_thread<T: Send + 'static>(
     std::thread::Builder::new().name(name.into()).spawn(f).map_err(|e| build_thread_start_error(name, &e))
 }
 
-/// Why a thread that copies a shard from the device or writes it to a file failed: a device error
-/// or a panic.
+/// Why a thread that copies a shard to the host or writes it to a file failed: an error of the
+/// device, or a panic.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ShardThreadFailure {
     /// The device rejected an operation.
@@ -182,8 +184,8 @@ pub(super) fn join_thread<T>(
     }
 }
 
-/// Copies this rank's shard of the training state into the memory file in which the host keeps such
-/// copies, from host or device memory. Returns the size of the copy in bytes.
+/// Copies this rank's weights and optimizer states into the memory file of its host, which contains
+/// copies of training states for a fast restart. Returns the size of the copy in bytes.
 pub(super) fn copy_shard_to_memory_store(
     ops: &dyn Ops,
     store: &MemoryStore,
@@ -210,8 +212,8 @@ pub(super) fn write_shard_in_foreground(
     with_host_pieces(ops, labels, values, |pieces| ckpt::write_shard(path, rank, world, pieces))
 }
 
-/// Calls `write` with the tensor ranges of a shard, whose values are copied to host memory first if
-/// they are in device memory.
+/// Calls `write` with all tensor ranges of a shard in host memory, to which values in device memory
+/// are copied first.
 fn with_host_pieces<T>(
     ops: &dyn Ops,
     labels: &[RangeLabel],

@@ -1,5 +1,5 @@
-//! [`StorageTopology`]: which ranks see the same checkpoint directory, as detected with probe files
-//! that ranks write and look for.
+//! Detects which ranks see the same checkpoint directory ([`StorageTopology`]): ranks write small
+//! files into it, and other ranks check whether they see them.
 use crate::{
     consensus::all_gather_values,
     error::{Error, Result, to_unwritable_checkpoint_error},
@@ -15,19 +15,20 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The number of random bytes in a probe file, which one rank writes into the checkpoint directory
-/// so that others can detect that they see the same directory.
+/// Number of random bytes in a probe file, a small file by which ranks detect whether they see the
+/// same checkpoint directory.
 const NONCE_BYTES: usize = 32;
 
-/// The name and the content of a probe file, which one rank writes into the checkpoint directory so
-/// that others can detect that they see the same directory.
+/// Name and random content of a probe file, a small file by which ranks detect whether they see the
+/// same checkpoint directory.
 #[derive(Clone, Serialize, Deserialize)]
 struct ProbeFile {
     name: String,
     nonce: Vec<u8>,
 }
 
-/// Removes a probe file from the checkpoint directory when it is dropped.
+/// Guard that, when dropped, removes a probe file (by which ranks detect a shared directory) from
+/// the checkpoint directory.
 struct ProbeGuard(PathBuf);
 
 impl Drop for ProbeGuard {
@@ -37,8 +38,9 @@ impl Drop for ProbeGuard {
     }
 }
 
-/// Which ranks see the same checkpoint directory, and on which hosts the directories are. The
-/// directory may be on a file system that hosts share, or on a local file system of each host.
+/// Which ranks see one checkpoint directory at the configured path, and on which host each separate
+/// directory is. The directory may be on a file system that hosts share, or on a local file system
+/// of each host.
 #[derive(Clone)]
 pub struct StorageTopology {
     /// For each rank, the leader of its directory, which is the lowest rank that sees the
@@ -59,40 +61,40 @@ impl StorageTopology {
         self.hosts.is_empty()
     }
 
-    /// Returns the lowest of the ranks that see the same checkpoint directory as `rank`, which
-    /// manages the directory (its leader).
+    /// Returns the lowest rank that sees the checkpoint directory of `rank`; this rank, the
+    /// directory leader, commits and removes checkpoints there.
     pub fn find_directory_leader(&self, rank: usize) -> usize {
         self.leaders.get(rank).copied().unwrap_or(0)
     }
 
-    /// Returns whether `rank` is the lowest of the ranks that see its checkpoint directory, and
-    /// therefore manages the directory (leader).
+    /// Returns whether `rank` is the lowest rank that sees its checkpoint directory (the directory
+    /// leader, which commits and removes checkpoints).
     pub fn is_directory_leader(&self, rank: usize) -> bool {
         self.find_directory_leader(rank) == rank
     }
 
-    /// Returns the host of each separate checkpoint directory, in the order of the lowest ranks
-    /// that see the directories (their leaders). The slice is empty if all ranks see one directory.
+    /// Returns the host of each separate checkpoint directory, ordered by the lowest rank that sees
+    /// the directory. The slice is empty if all ranks see one directory.
     pub fn list_directory_hosts(&self) -> &[StorageHost] {
         &self.hosts
     }
 
-    /// Returns for each rank the index of the checkpoint directory that it sees, if directories are
-    /// counted in the order of their lowest ranks.
+    /// Returns for each rank the number of its checkpoint directory, where separate directories are
+    /// numbered from 0 by the lowest rank that sees them.
     pub fn list_directory_index_by_rank(&self) -> Vec<usize> {
         let leaders = self.list_directory_leaders();
         self.leaders.iter().map(|k| leaders.binary_search(k).unwrap_or(0)).collect()
     }
 
-    /// Returns for each separate checkpoint directory the lowest rank that sees it (its leader), in
-    /// ascending order.
+    /// Returns the lowest rank that sees each separate checkpoint directory (the directory leader),
+    /// in ascending order.
     pub fn list_directory_leaders(&self) -> Vec<usize> {
         let by_rank = self.leaders.iter().enumerate();
         by_rank.filter(|(rank, leader)| rank == *leader).map(|(rank, _)| rank).collect()
     }
 
-    /// Returns how many of the `total` bytes of a checkpoint are written to the directory that
-    /// `rank` sees.
+    /// Returns how many of a checkpoint's `total` bytes the ranks that share the checkpoint
+    /// directory of `rank` write together, as an estimate.
     pub fn compute_directory_bytes(&self, rank: usize, total: u64) -> u64 {
         let leader = self.find_directory_leader(rank);
         let ranks = self.leaders.iter().filter(|k| **k == leader).count() as u64;
@@ -158,8 +160,8 @@ pub fn detect_topology(
     }
 }
 
-/// Builds an error about the checkpoint directory `root`, whose message is `checkpoint directory
-/// ROOT` followed by the text `what`.
+/// Creates an error about the checkpoint directory `root`; its text is `checkpoint directory`, the
+/// path, and the problem `what`.
 fn build_directory_error(code: Code, root: &Path, what: &str) -> Diagnostic {
     Diagnostic::error(code, format!("checkpoint directory {} {what}", root.display()))
         .with_subject("checkpoint.dir")
@@ -177,8 +179,8 @@ fn build_not_shared_error(root: &Path, leaders: &[usize], names: &[String]) -> D
         .with_help("put it on storage that all hosts share, or set `checkpoint.require_shared: false`")
 }
 
-/// Returns an error if separate checkpoint directories on different hosts have the same identifier,
-/// which should be unique, or `None`.
+/// Returns an error if checkpoint directories on different hosts have the same id, for example
+/// because one is a copy of the other.
 fn find_duplicate_id_error(root: &Path, hosts: &[StorageHost]) -> Option<Diagnostic> {
     hosts.iter().enumerate().find_map(|(i, host)| {
         let other = hosts[..i].iter().find(|h| h.id == host.id)?;
@@ -190,9 +192,8 @@ fn find_duplicate_id_error(root: &Path, hosts: &[StorageHost]) -> Option<Diagnos
     })
 }
 
-/// Writes a probe file with random content, for which other ranks look, into the checkpoint
-/// directory `root`, and returns it with a guard that removes the file. Creates the directory if
-/// necessary.
+/// Writes a file with random content (probe file) into the checkpoint directory `root`, by which
+/// other ranks detect that they see this directory. Creates the directory if necessary.
 fn write_probe(root: &Path, name: &str) -> Result<(ProbeGuard, ProbeFile)> {
     let path = root.join(name);
     let failed = |e: std::io::Error| {
@@ -212,8 +213,8 @@ fn write_probe(root: &Path, name: &str) -> Result<(ProbeGuard, ProbeFile)> {
     Ok((guard, ProbeFile { name: name.into(), nonce }))
 }
 
-/// Returns whether this rank sees the probe file of another rank, with the expected content, in the
-/// checkpoint directory `root`.
+/// Returns whether this rank sees the probe file that another rank wrote into the checkpoint
+/// directory `root`, with its content.
 fn sees_probe(root: &Path, probe: &ProbeFile) -> bool {
     // The name comes from another rank and must not leave the directory.
     if probe.name.contains('/') || probe.nonce.len() != NONCE_BYTES {

@@ -1,5 +1,5 @@
-//! Maps a rank's weights and optimizer states to a checkpoint: which ranges of which tensors the
-//! rank writes and reads, under which names and roles.
+//! Determines which ranges of weights and optimizer states a rank writes to a checkpoint or reads
+//! from it, and the tensor names in the checkpoint.
 use crate::{
     consensus::exchange_first_error,
     error::{Error, Result, build_checkpoint_error, to_unreadable_checkpoint_error},
@@ -85,23 +85,23 @@ fn build_hf_config(model: &Model, spec: &ModelSpec, eod: u32) -> Value {
     Value::Object(config)
 }
 
-/// Lists the names and shapes of all weights of the model, in an order that does not depend on
-/// which rank has which experts (canonical order).
+/// Lists the names and shapes of all weights of the model in canonical order, which is the same
+/// however experts are assigned to ranks.
 fn list_canonical_weight_shapes(units: &[ParamUnit]) -> Vec<WeightShape> {
     let shape = |s: &[usize]| s.iter().map(|&n| n as u64).collect();
     let params = list_tensors_in_canonical_order(units).into_iter().map(|(u, i)| &units[u].params[i]);
     params.map(|p| WeightShape { name: p.name.clone(), shape: shape(&p.shape) }).collect()
 }
 
-/// Lists the names of all weights that are not trained, in an order that does not depend on which
-/// rank has which experts (canonical order).
+/// Lists the names of all weights that are not trained in canonical order, which is the same
+/// however experts are assigned to ranks.
 fn list_frozen_names(units: &[ParamUnit]) -> Vec<String> {
     let frozen = list_tensors_in_canonical_order(units).into_iter().filter(|&(u, i)| !units[u].is_trained(i));
     frozen.map(|(u, i)| units[u].params[i].name.clone()).collect()
 }
 
-/// Finds the trained parameters for which a checkpoint with the tensors `tensors` lacks optimizer
-/// states. These states then start at zero.
+/// Returns the names of the trained parameters for which `tensors`, the tensors of a checkpoint,
+/// include no complete optimizer states. These states then start at zero.
 pub fn find_params_without_state(
     tensors: &[TensorInfo],
     units: &[ParamUnit],
@@ -117,8 +117,8 @@ pub fn find_params_without_state(
     params.filter(lacks).map(|p| p.name.clone()).collect()
 }
 
-/// A range of a weight or of an optimizer state that this rank owns and writes to checkpoints, with
-/// its values.
+/// A range of a weight or of an optimizer state that this rank must write to checkpoints, with the
+/// values of the range.
 pub struct OwnedRange<'a> {
     /// The tensor's name.
     pub name: &'a str,
@@ -205,8 +205,8 @@ pub fn require_compatible(ckpt: &Checkpoint, units: &[ParamUnit], optimizer: &Op
     Ok(())
 }
 
-/// Copies the parameters and optimizer states that each rank has read from a checkpoint to the
-/// other ranks that also store them. Every rank must first have read its owned ranges from a
+/// Distributes the parameters and optimizer states that each rank has read from a checkpoint to the
+/// other ranks that store them, too. Every rank must first have read its owned ranges from a
 /// checkpoint. Collective: every rank must call it.
 pub fn sync_loaded_replicas(ready: &mut UninitializedTrainer) -> Result<()> {
     let (engine, optimizer) = (&mut ready.trainer.engine, &mut ready.trainer.optimizer);
@@ -220,8 +220,8 @@ pub fn sync_loaded_replicas(ready: &mut UninitializedTrainer) -> Result<()> {
     Ok(engine.wait_for_updated_param_gathers()?)
 }
 
-/// Which parameters and optimizer states are read from which checkpoint into the trainer, and under
-/// which names they are stored.
+/// Instructions for reading a checkpoint into the trainer: the checkpoint, the names of stored
+/// weights, and which parameters and optimizer states to read.
 pub struct ReadPlan<'a> {
     /// The checkpoint, of any format.
     pub source: &'a dyn TensorSource,
@@ -263,8 +263,8 @@ pub fn read_on_all_ranks(ready: &mut UninitializedTrainer, reading: &ReadPlan) -
     }
 }
 
-/// Reads this rank's ranges of the parameter units (tensors that are gathered together) with the
-/// indices `units` from a checkpoint, in one request.
+/// Reads this rank's ranges of the parameters in the units `units` (groups of parameters that are
+/// gathered together) from a checkpoint in one request.
 fn read_units(
     ready: &mut UninitializedTrainer,
     units: Range<usize>,
@@ -308,16 +308,16 @@ fn read_units(
     Ok(())
 }
 
-/// Gives host code access to the elements of a tensor as `f32`, in place or through a copy that is
-/// written back after changes.
+/// The elements of a tensor as `f32` in host memory, either in place or as a copy that is written
+/// back after changes.
 enum HostF32Values<'a> {
     InPlace(&'a mut [f32]),
     Copy { values: Buf, target: ViewMut<'a> },
 }
 
 impl<'a> HostF32Values<'a> {
-    /// Makes the elements of the tensor `target` available as `f32` in host memory: in place if
-    /// they are fp32 there, and otherwise in a copy.
+    /// Makes the elements of the tensor `target` available as `f32` in host memory: without a copy
+    /// for `f32` in host memory, otherwise as a copy.
     fn new(ops: &dyn Ops, target: ViewMut<'a>) -> Self {
         let current = target.as_view();
         if current.dtype() != Dtype::F32 {
@@ -340,9 +340,9 @@ impl<'a> HostF32Values<'a> {
         }
     }
 
-    /// Copies changed values back to the tensor's own memory if they are a copy, rounded to the
-    /// element type of that memory. Unchanged elements keep their bits, because the copy represents
-    /// 16-bit values exactly.
+    /// Writes the changed copy of the values back to the tensor, rounded to the tensor's element
+    /// type; does nothing without a copy. Unchanged elements keep their bits, because the copy
+    /// represents 16-bit values exactly.
     fn write_back(self, ops: &dyn Ops) {
         if let HostF32Values::Copy { values, target } = self {
             copy_or_cast(ops, target, values.view());
@@ -350,9 +350,9 @@ impl<'a> HostF32Values<'a> {
     }
 }
 
-/// Builds the requests for reading a parameter unit's tensors (parameters that are gathered
-/// together) from a checkpoint, one for each of the ranges `segments` that this rank owns. `values`
-/// is the memory for the elements of all segments, in the order of the segments.
+/// Builds one read request for each of the ranges `segments` that this rank owns in a parameter
+/// unit (parameters that are gathered together). `values` is the memory for the elements of all
+/// segments, in the order of the segments.
 fn build_read_requests<'a>(
     unit: &'a ParamUnit,
     role: TensorRole,
@@ -372,9 +372,8 @@ fn build_read_requests<'a>(
     requests.collect()
 }
 
-/// Copies those optimizer states of the parameter unit `u` (parameters that are gathered together)
-/// that every rank stores in full from the ranks that read them to all others. Collective: every
-/// rank must call it.
+/// Completes the optimizer states of the parameter unit `u` on every rank with the ranges that
+/// other ranks have read from the checkpoint. Collective: every rank must call it.
 fn sync_replicated_states(
     ops: &dyn Ops,
     engine: &ZeroEngine,

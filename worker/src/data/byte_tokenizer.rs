@@ -1,5 +1,5 @@
-//! The built-in byte tokenizer, with 256 byte values and an end-of-document token as its
-//! vocabulary. Also the files that describe it to Hugging Face libraries.
+//! The built-in byte tokenizer, whose vocabulary consists of the 256 byte values and an
+//! end-of-document token. Also the files that describe it to Hugging Face libraries.
 //!
 //! GPT-2's byte-level scheme represents each byte by one printable character. The vocabulary maps
 //! each of these characters to the value of its byte and has no merges. Every implementation of
@@ -25,7 +25,8 @@ pub(crate) fn decode(tokens: &[u32]) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Returns the printable character by which GPT-2's byte-level scheme represents `byte`.
+/// Returns the printable character that stands for the byte `byte` in the vocabularies of GPT-2 and
+/// other byte-level tokenizers.
 fn map_byte_to_character(byte: u8) -> char {
     let printable = |b: u8| matches!(b, 33..=126 | 161..=172 | 174..=255);
     if printable(byte) {
@@ -35,8 +36,8 @@ fn map_byte_to_character(byte: u8) -> char {
     char::from_u32(0x100 + before).unwrap_or(char::REPLACEMENT_CHARACTER)
 }
 
-/// Returns the name and content of two files that describe the byte tokenizer for Hugging Face
-/// libraries: tokenizer.json and tokenizer_config.json.
+/// Returns the names and contents of tokenizer.json and tokenizer_config.json, by which Hugging
+/// Face libraries can load the byte tokenizer.
 pub(crate) fn build_hf_tokenizer_files() -> Vec<(String, String)> {
     let vocab: serde_json::Map<String, serde_json::Value> =
         (0..=255u8).map(|b| (map_byte_to_character(b).to_string(), json!(b))).collect();
@@ -64,8 +65,8 @@ pub(crate) fn build_hf_tokenizer_files() -> Vec<(String, String)> {
     ]
 }
 
-/// Returns the content of a tokenizer_config.json with which `transformers` loads an unmodified
-/// tokenizer.json. `eos` is the text of the end-of-document token.
+/// Returns the content of a minimal tokenizer_config.json that makes `transformers` use the
+/// tokenizer.json next to it without changes. `eos` is the text of the end-of-document token.
 pub(crate) fn build_minimal_tokenizer_config(eos: &str) -> String {
     let config = json!({
         "tokenizer_class": "PreTrainedTokenizerFast",

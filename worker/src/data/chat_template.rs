@@ -1,5 +1,5 @@
-//! [`ChatTemplate`]: the chat template (Jinja) of a data source, by which a sandbox process renders
-//! the chats of the source as text.
+//! The chat template (Jinja) of a data source ([`ChatTemplate`]), with which a sandbox process
+//! converts the chats of this source to text.
 use super::{
     error::{ChatTemplateProblem, DataError, InterpretationStep},
     interpreter::{SandboxInterpreter, TemplateSource},
@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 /// Largest accepted size of a chat template, in bytes.
 const MAX_TEMPLATE_BYTES: usize = 1 << 20;
 
-/// The chat template (Jinja) of a data source, which a sandbox process has compiled, and the choice
-/// of tokens of a chat that count for the loss.
+/// A data source's chat template (Jinja), compiled in a sandbox process, and the rule which tokens
+/// of a chat count for the loss.
 pub(crate) struct ChatTemplate {
     /// The file with the template.
     path: PathBuf,
@@ -46,7 +46,8 @@ impl ChatTemplate {
         Self::compile(path, template, loss_on, tokenizer.interpreter())
     }
 
-    /// Compiles the chat template `template` in the sandbox process.
+    /// Sends the text of a chat template to the sandbox process, which compiles it, and returns a
+    /// handle to the compiled template.
     fn compile(
         path: PathBuf,
         template: TemplateSource,
@@ -75,9 +76,9 @@ impl ChatTemplate {
         self.loss_on
     }
 
-    /// Returns a digest of everything that determines how chats become tokens with a loss: the
-    /// template's source, special tokens and loss setting. Templates with equal digests render
-    /// equal chats equally.
+    /// Returns the BLAKE3 digest of the chat template, which changes if the template's text, its
+    /// special tokens or its loss setting change. Templates with equal digests render equal chats
+    /// equally.
     pub(crate) fn digest(&self) -> &[u8; 32] {
         &self.digest
     }
@@ -88,8 +89,8 @@ impl ChatTemplate {
     }
 }
 
-/// Computes the digest of a chat template: its source, its special tokens, and which tokens of a
-/// chat count for the loss.
+/// Computes the BLAKE3 digest of a chat template's text, its special tokens, and the setting which
+/// tokens of a chat count for the loss.
 fn compute_digest(template: &TemplateSource, loss_on: LossTargets) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new_derive_key("launch 2026 chat template v1");
     let tokens = template.special_tokens.iter().flat_map(|(name, text)| [name, text]);

@@ -1,5 +1,5 @@
-//! BLAKE3 digests of the contents of data files, and an index that stores the digests between
-//! starts.
+//! Computes BLAKE3 digests of data files, and stores them in an index file so that the next start
+//! of a job need not hash unchanged files.
 //!
 //! Token caches are keyed by content, but hashing a large corpus at every start is slow. A file
 //! whose device, inode, size, modification time and change time are unchanged keeps its digest. A
@@ -33,12 +33,12 @@ const INDEX_FILE_NAME: &str = "contents";
 const MAX_INDEX_BYTES: u64 = 256 << 20;
 /// The largest number of data files whose digests are stored between starts.
 const MAX_INDEX_ENTRIES: usize = 1 << 20;
-/// The time that must pass between two changes of a file so that they give the file different
-/// modification times on every file system.
+/// Minimum time between two changes of a file after which their modification times differ on every
+/// file system.
 const FILE_TIME_RESOLUTION: Duration = Duration::from_secs(3);
 
-/// The properties of a file by which launch recognizes that its content is unchanged: device,
-/// inode, size in bytes, modification time in ns and change time in ns.
+/// Device, inode, size in bytes, modification time and change time (both in ns) of a file; if they
+/// are equal, launch assumes unchanged content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct FileIdentity([i128; 5]);
 
@@ -55,8 +55,8 @@ impl FileIdentity {
         ])
     }
 
-    /// Returns whether the file's last change is long enough before `now` that any later change
-    /// would give the file a different modification time.
+    /// Returns whether the file has not changed for so long before `now` that any later change
+    /// would be visible in its modification time.
     fn is_settled(&self, now: SystemTime) -> bool {
         let before = now.checked_sub(FILE_TIME_RESOLUTION).and_then(|t| t.duration_since(UNIX_EPOCH).ok());
         before.is_some_and(|b| self.0[3].max(self.0[4]) < b.as_nanos() as i128)
@@ -90,9 +90,9 @@ pub(crate) fn delete_digest_index(cache_dir: &Path) {
     let _ = fs::remove_file(cache_dir.join(INDEX_FILE_NAME));
 }
 
-/// Returns the identity (inode, size and times) and the content digest of the data file at `path`;
-/// the digest comes from `index` if the file is unchanged since it was hashed. Hashes the file if
-/// `index` lacks its identity. Fails if the file changes while it is hashed.
+/// Returns the identity (inode, size, times) and the BLAKE3 digest of the data file at `path`, if
+/// possible from `index` without reading the file. Hashes the file if `index` lacks its identity.
+/// Fails if the file changes while it is hashed.
 fn find_or_compute_digest(
     path: &Path,
     index: &DigestIndex,
@@ -149,9 +149,8 @@ fn parse_digest_index(text: &str) -> Option<DigestIndex> {
         .collect()
 }
 
-/// Writes the file that stores the digests of data files: those of the `new` files, followed by
-/// those of the `known` ones. Leaves out the last files if there are more than
-/// [`MAX_INDEX_ENTRIES`] in total.
+/// Writes the index file with the digests of data files, the `new` ones before the `known` ones.
+/// Leaves out the last files if there are more than [`MAX_INDEX_ENTRIES`] in total.
 fn write_digest_index(
     cache_dir: &Path,
     known: DigestIndex,

@@ -1,5 +1,5 @@
-//! [`Dataset`]: the training or evaluation samples of a job, which are accessed by their position
-//! in the run.
+//! The training or evaluation samples of a job ([`Dataset`]), which are read in the order in which
+//! the run uses them.
 use super::{
     chat_template::ChatTemplate,
     content_digests,
@@ -18,8 +18,8 @@ use diagnostic::Diagnostic;
 use jobspec::{DataSource, DataSpec, RecordFormat};
 use std::{path::Path, time::SystemTime};
 
-/// The training or evaluation samples of a job, read from token caches (files with the tokens of a
-/// data source).
+/// All training samples or all evaluation samples of a job, read from files that contain the tokens
+/// of each data source (token caches).
 pub struct Dataset {
     sources: Vec<SourceSampleReader>,
     schedule: MixtureSchedule,
@@ -55,9 +55,9 @@ impl Dataset {
         Self::open_with_tokenizer(spec, eval_files, split, &tokenizer, &mut files)
     }
 
-    /// Opens the training or the evaluation data of a job with `tokenizer`, the job's tokenizer,
-    /// which the caller has already opened. It must be the tokenizer of the data section. Files
-    /// that match the patterns of a source are searched once with the same `files`.
+    /// Opens the training or the evaluation data of a job, with the already opened tokenizer of the
+    /// job. It must be the tokenizer of the data section. Files that match the patterns of a source
+    /// are searched once with the same `files`.
     pub fn open_with_tokenizer(
         spec: &DataSpec,
         eval_files: Option<&[String]>,
@@ -84,7 +84,7 @@ impl Dataset {
         Ok(Self::with_sources(opened, MixtureSchedule::new(&weights), spec, warnings))
     }
 
-    /// Creates a data set from the open data sources `sources`, and computes the digest of its
+    /// Creates a data set from the opened data sources, and computes a digest that identifies its
     /// samples.
     fn with_sources(
         sources: Vec<SourceSampleReader>,
@@ -115,15 +115,17 @@ impl Dataset {
         self.sources.iter().map(|s| s.packer.len()).sum()
     }
 
-    /// Creates the order in which a run reads the samples of all data sources, in every epoch. If
-    /// `shuffle` is set, the samples of each source have another order in each epoch.
+    /// Creates the order in which a run reads the samples of this data set, over all data sources
+    /// and epochs. If `shuffle` is set, the samples of each source have another order in each
+    /// epoch.
     pub fn create_sample_order(&self, seed: u64, shuffle: bool) -> SampleOrder {
         let permutation =
             |s: &SourceSampleReader| EpochPermutation::new(seed, &s.name, s.packer.len(), shuffle);
         SampleOrder::new(self.schedule.clone(), self.sources.iter().map(permutation).collect())
     }
 
-    /// Returns the number of tokens of all data sources together, end-of-document tokens included.
+    /// Returns the total number of tokens of all data sources, including the token that ends each
+    /// document.
     pub fn token_count(&self) -> u64 {
         self.sources.iter().map(|s| s.cache.header.tokens).sum()
     }
@@ -149,8 +151,8 @@ impl Dataset {
         &self.warnings
     }
 
-    /// Writes the tokens, labels and document starts of a micro-batch of `micro` samples to the
-    /// given slices: the sample at position `first_position` of the run and those that follow it.
+    /// Writes the tokens, labels and document starts of `micro` consecutive samples of the run,
+    /// from sample number `first_position` on, to the given slices.
     ///
     /// Each slice has shape `[micro, seq_len]`. `labels` are the next tokens or [`IGNORE_INDEX`].
     /// `starts` is, for each input, the position in the sample at which the input's document
@@ -185,8 +187,8 @@ impl Dataset {
         }
     }
 
-    /// Counts the labels that the loss includes (all except [`super::IGNORE_INDEX`]) in `count`
-    /// samples: the one at position `first_position` of the run and those that follow it.
+    /// Returns how many labels count for the loss in `count` consecutive samples of the run, from
+    /// sample number `first_position` on.
     pub fn count_targets(&self, order: &SampleOrder, first_position: u64, count: u64) -> u64 {
         let targets = |position| {
             let (source, _, sample) = order.locate_sample(position);
@@ -198,8 +200,8 @@ impl Dataset {
 }
 
 impl SourceSampleReader {
-    /// Creates the reader of a data source, which divides the tokens of its token cache into
-    /// samples. Fails if the stream is shorter than a sample.
+    /// Creates the reader of one data source, which divides the tokens in the source's token cache
+    /// into samples of equal length. Fails if the stream is shorter than a sample.
     fn new(name: String, cache: TokenCache, spec: &DataSpec, split: Split) -> Result<Self, DataError> {
         let packer = Packer::new(&cache, spec.seq_len, spec.pack, cache.header.eod);
         if packer.len() == 0 {
@@ -256,8 +258,8 @@ pub(super) fn open_chat_template(
     }
 }
 
-/// Returns a data source with the files `files` for evaluation, in the format of the training
-/// sources. Fails if the formats of the training sources differ.
+/// Creates the data source for the evaluation files `files`, which are read in the format of the
+/// training data. Fails if the formats of the training sources differ.
 pub(super) fn create_eval_source(spec: &DataSpec, files: &[String]) -> Result<DataSource, DataError> {
     let format = |s: &DataSource| (s.format, s.field.clone(), s.loss_on);
     let first = &spec.sources[0];

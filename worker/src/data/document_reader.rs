@@ -1,5 +1,4 @@
-//! Reads data files as a stream of documents, one segment of a text file or one line of a JSON
-//! lines file at a time.
+//! Reads text files and JSON lines files as a sequence of documents, in parts of limited size.
 //!
 //! - A text file is one document.
 //! - Each record of a `.jsonl`, `.ndjson` or `.parquet` file is one document. `train.data.field`
@@ -24,16 +23,16 @@ use std::{
     path::Path,
 };
 
-/// Longest piece of a text file that is assigned as a whole to the training or the evaluation data,
-/// in bytes.
+/// Maximum size in bytes of a piece of a text file; each piece belongs as a whole either to the
+/// training or to the evaluation data.
 pub(crate) const MAX_PIECE_BYTES: usize = 16 << 10;
-/// Longest part of a text file that is passed to the tokenizer in one call, in bytes. Longer
-/// documents are cut after a newline, or otherwise between characters. The text of a record is
-/// never cut and may be longer.
+/// Maximum size in bytes of the text that the tokenizer gets in one call; longer text files are
+/// divided. Longer documents are cut after a newline, or otherwise between characters. The text of
+/// a record is never cut and may be longer.
 const MAX_SEGMENT_BYTES: usize = 256 << 10;
 
-/// How the records of a data source are converted to text: the field that contains the text or
-/// chat, and the chat template.
+/// How a record (JSON line or Parquet row) is converted to text: the name of the field with the
+/// text or chat, and the chat template.
 #[derive(Clone, Copy)]
 pub(crate) struct RecordReadOptions<'a> {
     /// The field or column of a record with the text or messages.
@@ -42,8 +41,8 @@ pub(crate) struct RecordReadOptions<'a> {
     pub(crate) chat_template: Option<&'a ChatTemplate>,
 }
 
-/// A part of a document that was read from a file, or the end of a document. A file is read as a
-/// sequence of parts.
+/// One element of the sequence to which a data file is read: text of a document, a whole chat, or
+/// the end of a document. A file is read as a sequence of parts.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum DocumentPart {
     /// Text of the current document, never empty.
@@ -82,8 +81,8 @@ fn get_lower_case_extension(path: &Path) -> String {
     path.extension().and_then(|e| e.to_str()).unwrap_or("").to_ascii_lowercase()
 }
 
-/// A callback that receives the parts of documents in order, with their line numbers if the file
-/// has records. An error ends the reading.
+/// Callback that receives the texts and ends of the documents of a data file in order, with line
+/// numbers for a JSON lines file. An error ends the reading.
 pub(crate) type DocumentPartSink<'a> =
     dyn FnMut(DocumentPart, Option<RecordPosition>) -> Result<(), DataError> + 'a;
 
@@ -117,9 +116,8 @@ pub(crate) fn read_documents(
     Ok(input.hasher.finalize())
 }
 
-/// Converts one line of a JSON lines file to a document, and passes it to the callback `sink`
-/// unless `filter` excludes its text (for example as held out for evaluation). The filter is not
-/// applied to a chat, whose text is not known.
+/// Converts one line of a JSON lines file to a document and passes it to the callback `sink`, if
+/// `filter` accepts the text. The filter is not applied to a chat, whose text is not known.
 fn emit_record(
     line: u64,
     text: &str,
@@ -162,8 +160,8 @@ pub(crate) fn open_data_file(path: &Path, options: RecordReadOptions) -> Result<
     }
 }
 
-/// Reads the first piece (at most [`MAX_PIECE_BYTES`] bytes) of a text file and checks that it is
-/// UTF-8. Returns false if the file is empty, and fails if the piece is not UTF-8.
+/// Checks that the first 16 KiB of a text file are UTF-8, and returns whether the file contains any
+/// text. Returns false if the file is empty, and fails if the piece is not UTF-8.
 pub(crate) fn check_first_text_piece(input: &mut impl Read, path: &Path) -> Result<bool, DataError> {
     let mut bytes = vec![0; MAX_PIECE_BYTES];
     let n = read_until_full(input, &mut bytes).map_err(|source| DataError::unreadable(path, source))?;
@@ -211,7 +209,7 @@ pub(crate) fn hash_file(file: &File) -> io::Result<blake3::Hash> {
     }
 }
 
-/// A reader that computes the hash of everything that is read from another reader.
+/// Wrapper of a reader that computes a hash of all bytes that pass through it.
 struct HashingReader<R> {
     inner: R,
     hasher: blake3::Hasher,
@@ -225,11 +223,11 @@ impl<R: Read> Read for HashingReader<R> {
     }
 }
 
-/// A callback that receives the parts of the documents of a text file in order.
+/// Callback that receives the texts and the ends of the documents of a text file, in their order.
 type TextPartSink<'a> = dyn FnMut(DocumentPart) -> Result<(), DataError> + 'a;
 
-/// Joins pieces of a text file into documents, and passes their text to a callback in segments of
-/// limited length.
+/// Joins consecutive pieces of a text file to a document, and passes its text to a callback in
+/// segments of limited size.
 struct DocumentAssembler<'a, 'b> {
     /// Text of the current document that was not passed to the callback yet.
     pending: String,
@@ -249,8 +247,8 @@ impl DocumentAssembler<'_, '_> {
         Ok(())
     }
 
-    /// Passes the pending text of the current document to the callback, and clears it. Does nothing
-    /// without pending text.
+    /// Passes the text of the current document that was collected so far to the callback, and
+    /// empties the collection. Does nothing without pending text.
     fn flush_pending_text(&mut self) -> Result<(), DataError> {
         if self.pending.is_empty() {
             return Ok(());
@@ -266,9 +264,8 @@ impl DocumentAssembler<'_, '_> {
     }
 }
 
-/// Reads a text file piece by piece, and passes those pieces that `filter` selects (training data,
-/// held-out data or both) to the callback `sink` as documents. A rejected piece ends the current
-/// document.
+/// Reads a text file and passes the pieces that `filter` selects (training data, evaluation data or
+/// both) to the callback `sink` as documents. A rejected piece ends the current document.
 fn read_text_documents(
     input: &mut impl Read,
     path: &Path,
@@ -329,8 +326,8 @@ fn read_until_full(input: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize
     Ok(n)
 }
 
-/// Returns the length in bytes of the first piece of `bytes`; a piece is a part of a text file that
-/// is assigned as a whole to the training or the evaluation data. The caller must pass more than
+/// Returns the length in bytes of the piece at the beginning of `bytes`, after which a text file
+/// may be divided into training and evaluation data. The caller must pass more than
 /// [`MAX_PIECE_BYTES`] bytes, or the whole rest of the file.
 fn find_first_piece_length(bytes: &[u8]) -> usize {
     if bytes.len() <= MAX_PIECE_BYTES {

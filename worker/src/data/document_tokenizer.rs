@@ -29,15 +29,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Largest number of requests that the sandbox process, which tokenizes the documents, has received
-/// but not answered. The next request waits while the process works on the previous one.
+/// Maximum number of unanswered requests to the sandbox process that tokenizes documents. The next
+/// request waits while the process works on the previous one.
 const MAX_PENDING_REQUESTS: usize = 2;
-/// Longest time for which the documents of a batch that could not be tokenized are sent to the
-/// sandbox process one by one, to find the document that fails.
+/// Longest time that may be spent on sending the documents of a failed batch to the sandbox process
+/// one by one to find the faulty document.
 const MAX_FAILURE_SEARCH_TIME: Duration = Duration::from_secs(5);
 
-/// Sends documents in order to a sandbox process, which tokenizes them, and writes the tokens that
-/// the process returns to a token cache file.
+/// Sends documents to a sandbox process, which tokenizes them, and writes the returned tokens to a
+/// token cache file.
 pub(crate) struct DocumentTokenizer<'a> {
     tokenizer: &'a TextTokenizer,
     options: RecordReadOptions<'a>,
@@ -52,15 +52,16 @@ pub(crate) struct DocumentTokenizer<'a> {
     cache_path: &'a Path,
 }
 
-/// Parts of documents that are sent to the sandbox process in one request, with their total size in
-/// bytes.
+/// The documents, or parts of long documents, that are sent to the sandbox process in one request,
+/// with their total size in bytes.
 #[derive(Default)]
 struct Batch {
     parts: Vec<BatchPart>,
     bytes: usize,
 }
 
-/// A part of a document to be tokenized, and the file and position from which it was read.
+/// A document, or a part of a long document, to be tokenized, with the file and the record number
+/// from which it was read.
 struct BatchPart {
     part: DocumentPart,
     path: Arc<Path>,
@@ -68,8 +69,8 @@ struct BatchPart {
 }
 
 impl BatchPart {
-    /// Returns this part of a document in the form in which the sandbox process receives it, or
-    /// `None` if it only marks the end of a document.
+    /// Returns the text or chat of this part as a [`Document`], the type that requests contain, or
+    /// `None` for a mere end of a document.
     fn as_document(&self) -> Option<Document<'_>> {
         match &self.part {
             DocumentPart::Text(text) => Some(Document::Text(text)),
@@ -94,9 +95,9 @@ impl<'a> DocumentTokenizer<'a> {
         DocumentTokenizer { tokenizer, options, filter, stream, batch, sent, writer, cache_path }
     }
 
-    /// Adds a part of a document to the current batch, which is sent to the sandbox process for
-    /// tokenizing when it is large enough. After an error, the documents whose tokens are not
-    /// written are dropped.
+    /// Adds a document, or a part of one, to the current batch, and sends a batch of sufficient
+    /// size to the sandbox process for tokenizing. After an error, the documents whose tokens are
+    /// not written are dropped.
     pub(crate) fn push(
         &mut self,
         part: DocumentPart,
@@ -134,8 +135,8 @@ impl<'a> DocumentTokenizer<'a> {
         flushed.inspect_err(|_| self.drop_unwritten_documents())
     }
 
-    /// Drops all documents whose tokens are not written to the token cache yet, including those
-    /// that were sent to the sandbox process.
+    /// Discards all documents whose tokens have not been written to the token cache yet, including
+    /// those that the sandbox process is tokenizing.
     fn drop_unwritten_documents(&mut self) {
         self.batch = Batch::default();
         self.sent.clear();
@@ -171,8 +172,8 @@ impl<'a> DocumentTokenizer<'a> {
         sent.or_else(|failure| self.retry_failed_batch(failure))
     }
 
-    /// Receives the tokens of the oldest batch of documents from the sandbox process, and writes
-    /// them to the token cache.
+    /// Receives the tokens of the oldest batch of documents that is being tokenized from the
+    /// sandbox process, and writes them to the token cache.
     fn receive_batch(&mut self) -> Result<(), DataError> {
         let results = match self.stream.receive::<Vec<DocumentResult>>() {
             Ok(results) => results,
@@ -182,8 +183,8 @@ impl<'a> DocumentTokenizer<'a> {
         self.write_batch(&batch, results)
     }
 
-    /// Sends the documents of the oldest batch to the sandbox process one by one after the process
-    /// failed on this batch, and sends the later batches again.
+    /// Repeats a failed request: tokenizes the documents of the oldest batch one by one, and sends
+    /// all other pending batches to the sandbox process again.
     fn retry_failed_batch(&mut self, failure: InterpreterFailure) -> Result<(), DataError> {
         let sent = std::mem::take(&mut self.sent);
         let mut batches = sent.into_iter();
@@ -193,8 +194,8 @@ impl<'a> DocumentTokenizer<'a> {
         batches.try_for_each(|batch| self.send_batch_to_sandbox(batch))
     }
 
-    /// Sends the documents of a batch to the sandbox process one by one, to find the document on
-    /// which the process failed. Returns the results if no document fails alone.
+    /// Tokenizes the documents of a failed batch one by one in the sandbox process, to find the
+    /// document that causes the failure. Returns the results if no document fails alone.
     fn interpret_one_by_one(
         &mut self,
         batch: &Batch,
@@ -222,8 +223,8 @@ impl<'a> DocumentTokenizer<'a> {
         }
     }
 
-    /// Converts a `failure` of the sandbox process to an error that names the record which the
-    /// process was interpreting.
+    /// Converts the sandbox process's `failure` to an error that names the file and record that it
+    /// was tokenizing or rendering.
     fn to_record_error(&self, failure: InterpreterFailure, part: &BatchPart, is_exact: bool) -> DataError {
         let first_step = match part.part {
             DocumentPart::ChatLine(_) => InterpretationStep::RenderChats,
@@ -234,9 +235,8 @@ impl<'a> DocumentTokenizer<'a> {
         to_interpretation_error(failure, first_step, &part.path, records, rules)
     }
 
-    /// Returns the path of the file that the sandbox process uses in the step `step`, for error
-    /// messages: the chat template for rendering, the tokenizer for tokenizing. Returns `None` if
-    /// the step uses no file.
+    /// Returns the path of the file to name in an error of the sandbox process: the chat template
+    /// for rendering, the tokenizer for tokenizing. Returns `None` if the step uses no file.
     fn find_tokenizer_or_template_file(&self, step: InterpretationStep) -> Option<&Path> {
         match step {
             InterpretationStep::RenderChats => self.options.chat_template.map(|template| template.path()),
@@ -245,8 +245,8 @@ impl<'a> DocumentTokenizer<'a> {
         }
     }
 
-    /// Returns the options with which the sandbox process interprets this data source's documents:
-    /// the field with the text, the tokens that count for the loss, and the held-out filter.
+    /// Returns the options for requests to the sandbox process: the field with the text, the tokens
+    /// that count for the loss, and training or evaluation data.
     fn document_options(&self) -> DocumentOptions<'a> {
         DocumentOptions {
             field: self.options.field,
@@ -256,8 +256,8 @@ impl<'a> DocumentTokenizer<'a> {
         }
     }
 
-    /// Writes the tokens that the sandbox process returned for a batch of documents to the token
-    /// cache.
+    /// Writes the tokens of all documents in `batch`, which the sandbox process returned in
+    /// `results`, to the token cache.
     fn write_batch(&mut self, batch: &Batch, results: Vec<DocumentResult>) -> Result<(), DataError> {
         if let Some(part) = batch.parts.first().filter(|_| results.len() != count_documents(batch)) {
             return Err(self.to_record_error(SandboxError::InvalidReply.into(), part, false));
@@ -275,8 +275,9 @@ impl<'a> DocumentTokenizer<'a> {
         Ok(())
     }
 
-    /// Writes the tokens that the sandbox process returned for one document, or one part of a
-    /// document, to the token cache. If `is_whole` is set, the document ends after these tokens.
+    /// Writes the tokens of one document (or of a part of a long document) from the sandbox process
+    /// to the token cache, or returns its error. If `is_whole` is set, the document ends after
+    /// these tokens.
     fn write_result(
         &mut self,
         result: DocumentResult,
@@ -320,8 +321,8 @@ impl<'a> DocumentTokenizer<'a> {
         DataError::cache_unusable(self.cache_path, TokenCacheOperation::Write, source)
     }
 
-    /// Tokenizes all rows of a Parquet file, and writes their tokens to the token cache. All
-    /// documents that were added before must have been written.
+    /// Sends a Parquet file to the sandbox process, and writes the tokens of its rows to the token
+    /// cache. All documents that were added before must have been written.
     pub(crate) fn tokenize_parquet_file(&mut self, file: &File, path: &Path) -> Result<(), DataError> {
         let limits = rows_request_limits(self.tokenizer.interpreter().threads());
         let (field, is_chat) = (self.options.field, self.options.chat_template.is_some());
@@ -352,8 +353,8 @@ impl<'a> DocumentTokenizer<'a> {
         Ok(())
     }
 
-    /// Converts a `failure` of the sandbox process at or after the row `first_row` to an error that
-    /// names the Parquet file.
+    /// Converts the sandbox process's `failure` to an error that names the Parquet file and
+    /// `first_row`, the first row of the failed request.
     fn to_parquet_error(&self, failure: InterpreterFailure, path: &Path, first_row: u64) -> DataError {
         let range = FailedRecord { first: RecordPosition::Row(first_row), is_exact: false };
         let rules = failure.step.and_then(|step| self.find_tokenizer_or_template_file(step));
@@ -361,8 +362,8 @@ impl<'a> DocumentTokenizer<'a> {
     }
 }
 
-/// Returns the number of documents in a batch, which is the number of results that the sandbox
-/// process must return for it. Parts that only end a document are not counted.
+/// Returns how many results the sandbox process must return for `batch`, which is the number of its
+/// texts and chats. Parts that only end a document are not counted.
 fn count_documents(batch: &Batch) -> usize {
     batch.parts.iter().filter(|part| part.as_document().is_some()).count()
 }

@@ -8,12 +8,13 @@ use crate::rng::{Purpose, RandomStream};
 /// Largest number of samples that a data source may have.
 const MAX_SAMPLES: u64 = 1 << 48;
 
-/// Number of rounds of the Feistel network that shuffles sample numbers. Four rounds give a
-/// pseudo-random permutation of large domains; tiny domains need more.
+/// Number of rounds of the Feistel network (a keyed permutation) by which the samples of a data
+/// source are shuffled. Four rounds give a pseudo-random permutation of large domains; tiny domains
+/// need more.
 const FEISTEL_ROUNDS: u64 = 8;
 
-/// The order in which a run reads the samples of one data source: in each epoch all samples once,
-/// shuffled differently or in file order.
+/// The order in which a run reads the samples of one data source, each sample once per epoch,
+/// shuffled or in file order.
 ///
 /// If shuffled, each epoch is a keyed Feistel permutation of `0..4^k`, the smallest such domain
 /// with at least `n` elements. Cycle walking restricts the permutation to `0..n`: a result outside
@@ -49,9 +50,9 @@ impl EpochPermutation {
         self.samples
     }
 
-    /// Returns which sample of the data source is read as number `index` in the run, as its epoch
-    /// and its number in the data source. The index counts the samples of this source since the
-    /// beginning of the run.
+    /// Returns the epoch and the sample number within the data source for the sample that the run
+    /// reads as number `index` from this source. The index counts the samples of this source since
+    /// the beginning of the run.
     pub(crate) fn locate_sample(&self, index: u64) -> (u64, u64) {
         let (epoch, position) = (index / self.samples, index % self.samples);
         let Some(stream) = &self.stream else { return (epoch, position) };
@@ -62,8 +63,8 @@ impl EpochPermutation {
         (epoch, sample)
     }
 
-    /// Maps `index` to a number below `2^(2 * half_bits)` with a Feistel network that depends on
-    /// the epoch, so that different indices get different numbers.
+    /// Permutes the numbers below `2^(2 * half_bits)` with a Feistel network keyed by the epoch,
+    /// and returns the number at position `index`.
     fn permute_index(&self, stream: &RandomStream, epoch: u64, index: u64) -> u64 {
         let mask = (1u64 << self.half_bits) - 1;
         let (mut left, mut right) = (index >> self.half_bits, index & mask);

@@ -231,8 +231,8 @@ pub enum DataError {
     },
 }
 
-/// Formats the line or row of a record for an error message, in which it follows the path of the
-/// file.
+/// Formats the line or row number of a record as the suffix of a file path in an error message,
+/// such as `:12`.
 fn format_record_position(position: &Option<RecordPosition>) -> String {
     position.map_or_else(String::new, |position| format!(":{position}"))
 }
@@ -258,12 +258,14 @@ impl DataError {
         DataError::CacheUnusable { path: path.to_path_buf(), operation, source }
     }
 
-    /// Returns whether the error reports that the sandbox process failed or did not start.
+    /// Returns whether the cause of the error is that the sandbox process did not start, or failed
+    /// to interpret a file.
     pub(crate) fn is_sandbox_failure(&self) -> bool {
         matches!(self, DataError::Uninterpretable(_) | DataError::SandboxUnavailable { .. })
     }
 
-    /// Returns whether the error is about data files, not about a tokenizer or a chat template.
+    /// Returns whether the error concerns the data files, in contrast to the tokenizer or the chat
+    /// template.
     pub(crate) fn is_about_data_files(&self) -> bool {
         match self {
             DataError::Uninterpretable(failure) => failure.records.is_some(),
@@ -293,8 +295,8 @@ impl DataError {
         }
     }
 
-    /// Returns a diagnostic for this error with its code and its subject, the key of job.yaml to
-    /// which the error refers. A problem of a record or of a file adds its fields and its help.
+    /// Converts the error to a diagnostic that contains the error code and the key of job.yaml that
+    /// the user must check. A problem of a record or of a file adds its fields and its help.
     fn to_classified_diagnostic(&self) -> Diagnostic {
         let (code, key) = match self {
             DataError::InvalidParquet { problem, .. } => {
@@ -396,7 +398,8 @@ impl DataError {
         }
     }
 
-    /// Returns the help text for the error, unless the cause of the error has its own help text.
+    /// Returns the advice that is shown to the user below this error, or `None` if the cause of the
+    /// error has separate advice.
     fn find_help(&self) -> Option<Cow<'static, str>> {
         let help = match self {
             DataError::NoFilesGiven => "name files or patterns, such as files: [\"docs/**/*.md\"]",

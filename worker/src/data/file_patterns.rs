@@ -16,8 +16,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Largest number of file patterns without braces to which one pattern with braces, such as
-/// `{a,b}`, may expand. A pattern that expands to more is an error.
+/// Maximum number of patterns to which the braces in one file pattern, such as `data/{a,b}.txt`,
+/// may be expanded. A pattern that expands to more is an error.
 const MAX_BRACE_ALTERNATIVES: usize = 1024;
 
 /// The path and the size of a data file that a file pattern matches.
@@ -29,9 +29,9 @@ pub(crate) struct DataFile {
     pub(crate) bytes: u64,
 }
 
-/// Remembers which files the file patterns of a job's data sources, such as `data/*.jsonl`, match.
-/// Each list of patterns is expanded once, so that the training and the held-out data of a source
-/// are the same files.
+/// Stores the files that each list of file patterns (such as `data/*.jsonl`) of a job matched when
+/// it was first used. Each list of patterns is expanded once, so that the training and the held-out
+/// data of a source are the same files.
 pub struct FilePatternCache {
     workdir: PathBuf,
     /// The expanded lists of patterns, each with its files.
@@ -45,13 +45,13 @@ impl FilePatternCache {
         FilePatternCache { workdir: workdir.to_path_buf(), found: Vec::new() }
     }
 
-    /// Returns the directory at which relative file patterns start.
+    /// Returns the job's working directory, relative to which file patterns are interpreted.
     pub(super) fn workdir(&self) -> &Path {
         &self.workdir
     }
 
-    /// Returns the files that the file patterns `patterns` match, from an earlier call with equal
-    /// patterns if there was one.
+    /// Returns the files that `patterns` match; searches directories only at the first call with
+    /// these patterns, and later returns the stored files.
     pub(super) fn find_files_once(&mut self, patterns: &[String]) -> Result<&[DataFile], DataError> {
         let position = match self.found.iter().position(|(known, _)| known == patterns) {
             Some(position) => position,
@@ -92,7 +92,7 @@ pub(crate) fn expand_patterns(patterns: &[String], workdir: &Path) -> Result<Vec
     Ok(unique)
 }
 
-/// Appends the files that `pattern` matches to `found`, which may then contain duplicates.
+/// Adds the files that match `pattern` to the list `found`, without removing duplicates.
 fn expand_pattern(pattern: &str, workdir: &Path, found: &mut Vec<DataFile>) -> Result<(), DataError> {
     let invalid = |problem| DataError::InvalidPattern { pattern: pattern.into(), problem };
     if pattern.is_empty() || pattern.contains('\0') {
@@ -178,7 +178,7 @@ fn find_first_braces(p: &str) -> Result<Option<(usize, usize, Vec<usize>)>, File
     open.map_or(Ok(None), |_| Err(FilePatternProblem::UnclosedBrace))
 }
 
-/// The part of a file pattern between two slashes: a plain name, a name with wildcards, or `**`. A
+/// One component of a file pattern between slashes: a plain name, a name with wildcards, or `**`. A
 /// part matches one name of a path or, if the part is `**`, any number of names.
 enum PatternPart {
     /// Matches this name only.
@@ -208,8 +208,8 @@ fn parse_pattern_parts(pattern: &str) -> Result<Vec<PatternPart>, FilePatternPro
     Ok(parts)
 }
 
-/// A search of directories for the files that match one file pattern, with the directories that
-/// were visited.
+/// The state of one search for the files that match a file pattern: the pattern, the files found so
+/// far, and the visited directories.
 struct PatternSearch<'a> {
     parts: &'a [PatternPart],
     /// Device, inode and index of the pattern's part for every directory that was entered. A
@@ -219,8 +219,8 @@ struct PatternSearch<'a> {
 }
 
 impl PatternSearch<'_> {
-    /// Searches `directory` for files that match the remaining parts of the file pattern, from the
-    /// part with index `at` on. Ignores a path that is no directory, and a directory that was
+    /// Searches `directory` for files that match the components of the file pattern from number
+    /// `at` on, counted from 0. Ignores a path that is no directory, and a directory that was
     /// searched for this part before.
     fn search_directory(&mut self, directory: &Path, at: usize) -> Result<(), DataError> {
         let Some(meta) = read_metadata(directory)?.filter(fs::Metadata::is_dir) else { return Ok(()) };
@@ -252,8 +252,8 @@ impl PatternSearch<'_> {
         }
     }
 
-    /// Handles a path that matches the parts of the pattern before index `next`: adds a file to the
-    /// results if the pattern ends there, and searches a directory for the remaining parts.
+    /// Adds `path` to the results if it is a file and the pattern ends here; searches it for the
+    /// rest of the pattern if it is a directory.
     fn visit_matched_path(&mut self, path: PathBuf, is_last: bool, next: usize) -> Result<(), DataError> {
         match read_metadata(&path)? {
             Some(meta) if meta.is_file() && is_last => self.found.push(DataFile { path, bytes: meta.len() }),

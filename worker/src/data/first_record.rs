@@ -90,8 +90,8 @@ fn parquet_has_row(
     }
 }
 
-/// Converts the options for reading a data source's records to options with which the sandbox
-/// process only checks a record and does not tokenize it.
+/// Returns options for requests to the sandbox process by which it checks records without
+/// tokenizing them.
 fn to_check_only_options(options: RecordReadOptions<'_>) -> DocumentOptions<'_> {
     DocumentOptions {
         field: options.field,
@@ -101,8 +101,7 @@ fn to_check_only_options(options: RecordReadOptions<'_>) -> DocumentOptions<'_> 
     }
 }
 
-/// Fails if `result`, which the sandbox process returned for a record of a data file, reports that
-/// the record is invalid.
+/// Fails if the sandbox process reported, as `result`, that a record of a data file is invalid.
 fn require_valid_result(
     result: DocumentResult,
     path: &Path,

@@ -17,7 +17,8 @@ use std::{
 pub(crate) const MAX_LINE_BYTES: usize = 16 << 20;
 /// Largest number of field names that an error message lists.
 const MAX_LISTED_FIELDS: usize = 8;
-/// The length in bytes from which on error messages omit the name of a field.
+/// The smallest length in bytes of a field name that error messages leave out of their lists of
+/// field names.
 const MAX_LISTED_NAME_BYTES: usize = 64;
 
 /// A callback that receives each line of a JSON lines file: its number, from 1, and its text.

@@ -12,9 +12,9 @@ pub(crate) struct LossMaskedText {
 }
 
 impl LossMaskedText {
-    /// Returns a function that marks tokens which do not count for the loss: it sets
-    /// [`NO_LOSS_BIT`] unless a loss range overlaps the token's bytes. The arguments are the token
-    /// and the start and end of its bytes. Tokens must be passed in the order of the text.
+    /// Returns a function that sets [`NO_LOSS_BIT`] in each token whose bytes overlap no range that
+    /// counts for the loss. The arguments are the token and the start and end of its bytes. Tokens
+    /// must be passed in the order of the text.
     pub(crate) fn create_mask(&self) -> impl FnMut(u32, usize, usize) -> u32 {
         let mut loss_ranges = self.loss_ranges.iter().peekable();
         move |token, from, to| {

@@ -1,6 +1,6 @@
-//! Determines for each position in a run's sequence of samples from which data source of the
-//! mixture the sample comes, and which sample of that source it is. The assignment is a pure
-//! function of the weights and the position, so that no cursor per source has to be stored.
+//! Determines which data source of a mixture supplies each sample of a run, and the number of the
+//! sample within this source. The assignment is a pure function of the weights and the position, so
+//! that no cursor per source has to be stored.
 //!
 //! The weights are converted to counts of positions in a cycle. Tijdeman's algorithm (R. Tijdeman,
 //! "The chairman assignment problem", 1980) orders the cycle: after any number of positions, the
@@ -47,8 +47,8 @@ impl MixtureSchedule {
         &self.cycle_counts
     }
 
-    /// Returns from which data source the sample at `position` of the run comes, and how many
-    /// earlier samples of the run come from the same source.
+    /// Returns the data source of sample number `position` of the run, and the number of earlier
+    /// samples from this source.
     pub(crate) fn locate_source(&self, position: u64) -> (usize, u64) {
         let length = self.cycle.len() as u64;
         let (source, before) = self.cycle[(position % length) as usize];
@@ -112,8 +112,8 @@ pub struct SampleOrder {
 }
 
 impl SampleOrder {
-    /// Creates the order of a run's samples from the order in which the data sources take turns and
-    /// the order of the samples within each source.
+    /// Creates the sample order of a run from `schedule`, the sequence of data sources, and from
+    /// the order of each source's samples.
     pub(crate) fn new(schedule: MixtureSchedule, sources: Vec<EpochPermutation>) -> Self {
         SampleOrder { schedule, sources }
     }
@@ -123,9 +123,9 @@ impl SampleOrder {
         self.sources.iter().map(EpochPermutation::epoch_len)
     }
 
-    /// Returns the sample that the run reads at a position, as the number of the data source, the
-    /// source's epoch, and the sample's number in the source. The position is `step * global batch
-    /// size + number of the micro-batch * micro-batch size + index in the micro-batch`.
+    /// Returns which sample the run reads at a position, as three numbers: the data source, the
+    /// epoch of the source, and the sample in the source. The position is `step * global batch size
+    /// + number of the micro-batch * micro-batch size + index in the micro-batch`.
     pub fn locate_sample(&self, position: u64) -> (usize, u64, u64) {
         let (source, index) = self.schedule.locate_source(position);
         let (epoch, sample) = self.sources[source].locate_sample(index);

@@ -24,8 +24,8 @@ use super::token_cache::{NO_LOSS_BIT, TokenizedDocuments};
 /// PyTorch's cross-entropy.
 pub const IGNORE_INDEX: u32 = u32::MAX;
 
-/// The number of documents for which one entry is stored in the index that finds the document of a
-/// sample, if samples contain no more than one document each.
+/// The number of documents per entry of the index that maps sample numbers to documents, used when
+/// each sample contains a single document.
 const INDEX_STRIDE: u64 = 128;
 
 /// Divides the token stream of a data source into samples of `seq_len` inputs. Packed samples cross
@@ -43,8 +43,8 @@ pub(crate) struct Packer {
     unpacked_index: Option<Vec<u64>>,
 }
 
-/// The slices into which the tokens, labels and document starts of one sample are written, each of
-/// `seq_len` elements.
+/// The buffers for one sample, each with one element per token: input token, label, and the
+/// position at which the token's document begins.
 pub(crate) struct SampleBuffers<'a> {
     /// The input tokens.
     pub(crate) tokens: &'a mut [u32],
@@ -55,8 +55,8 @@ pub(crate) struct SampleBuffers<'a> {
 }
 
 impl Packer {
-    /// Creates the division of the token stream `stream` into samples of `seq_len` inputs, which
-    /// contain several documents if `pack` is set.
+    /// Creates a packer that divides the token stream `stream` into samples of `seq_len` inputs,
+    /// with several documents per sample if `pack` is set.
     pub(crate) fn new(stream: &impl TokenizedDocuments, seq_len: u32, pack: bool, eod: u32) -> Self {
         let (documents, seq_len) = (stream.document_count(), u64::from(seq_len));
         if pack {
@@ -77,12 +77,14 @@ impl Packer {
         Packer { seq_len, eod, samples, unpacked_index: Some(index) }
     }
 
-    /// Returns the number of samples into which the token stream is divided, which is one epoch.
+    /// Returns the number of samples per epoch, which is the number of samples into which the token
+    /// stream is divided.
     pub(crate) fn len(&self) -> u64 {
         self.samples
     }
 
-    /// Writes the tokens, labels and document starts of sample number `s` to the buffers `out`.
+    /// Writes sample number `s` to the buffers `out`: its tokens, its labels, and for each token
+    /// the position at which the token's document begins.
     pub(crate) fn write_sample(&self, stream: &impl TokenizedDocuments, s: u64, out: SampleBuffers) {
         let SampleBuffers { tokens, labels, starts } = out;
         let raw = SampleBuffers { tokens: &mut *tokens, labels: &mut *labels, starts };

@@ -14,14 +14,14 @@ use std::{
 
 /// Rough number of bytes of English text per token, for estimates.
 const BYTES_PER_TOKEN: u64 = 4;
-/// Largest number of files per data source whose first record is read when a job's data is checked
-/// before it starts. A job may have millions of files.
+/// The largest number of files per data source whose first record is read before the job starts, to
+/// check the data. A job may have millions of files.
 const MAX_CHECKED_FILES: usize = 1000;
-/// Largest number of invalid files per data source that are reported when a job's data is checked
-/// before it starts.
+/// The largest number of invalid files per data source that the check before the start of a job
+/// reports.
 const MAX_REPORTED_FILES: usize = 4;
-/// Time after which the check of a job's data before its start stops reading the first records of
-/// data files. A job checks all records when it reads them.
+/// The time limit for reading the first records of a job's data files before the job starts. A job
+/// checks all records when it reads them.
 const MAX_CHECK_TIME: Duration = Duration::from_secs(5);
 
 /// The size of the training data, estimated from the sizes of the files.

@@ -22,8 +22,8 @@ pub(crate) enum SplitFilter {
 }
 
 impl SplitFilter {
-    /// Returns whether the filter selects the text `piece`, a record or at most 16 KiB of a text
-    /// file.
+    /// Returns whether the filter selects the text `piece`, which is one record or, in a text file,
+    /// a chunk of at most 16 KiB.
     pub(crate) fn accepts_piece(self, piece: &str) -> bool {
         match self {
             SplitFilter::All => true,
@@ -32,8 +32,8 @@ impl SplitFilter {
     }
 }
 
-/// Returns whether `piece`, by its hash, belongs to the share `share` (0 to 1) of the text that is
-/// held out for evaluation.
+/// Returns whether the hash of the text `piece` places the text in the share `share` (0 to 1) that
+/// is held out for evaluation.
 pub(super) fn is_held_out(piece: &str, share: f64) -> bool {
     let digest = blake3::derive_key("launch 2026 held-out split v1", piece.as_bytes());
     let mut first = [0; 8];

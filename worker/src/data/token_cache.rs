@@ -34,15 +34,16 @@ pub(crate) const FORMAT_VERSION: u32 = 2;
 pub(crate) const NO_LOSS_BIT: u32 = 1 << 31;
 /// The size in bytes of the header at the beginning of a token cache file.
 const HEADER_BYTES: usize = 256;
-/// Size of the blocks of a token cache that are hashed separately, in bytes. Several threads can
-/// check the blocks. The digest of the body is the digest of the blocks' digests.
+/// The size in bytes of the blocks of a token cache file, each of which has a separate hash so that
+/// threads can check blocks in parallel. Several threads can check the blocks. The digest of the
+/// body is the digest of the blocks' digests.
 const BLOCK_BYTES: usize = 1 << 20;
-/// The unit in which mapped pages of a token cache are released: the number of aligned bytes that
-/// Linux maps at a page fault (fault-around).
+/// The alignment in bytes of the memory ranges of a token cache that are released, which is the
+/// range that Linux maps per page fault.
 const FAULT_AROUND_BYTES: usize = 64 << 10;
 
-/// The header of a token cache file: vocabulary, numbers of tokens and documents, the key (a hash
-/// of what the file was built from), and digests.
+/// The header of a token cache file, which describes the stored tokens and contains digests to
+/// detect damage and outdated content.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct TokenCacheHeader {
     /// The vocabulary size. Every token id is below this number.
@@ -114,13 +115,14 @@ impl TokenCacheHeader {
         if self.vocab_size <= 1 << 16 && !self.has_loss_mask { 2 } else { 4 }
     }
 
-    /// Returns which bits of a stored token are flags and not part of the token's id.
+    /// Returns the mask of the bits of a stored token that do not belong to the token's id, which
+    /// is [`NO_LOSS_BIT`] or 0.
     fn flag_mask(&self) -> u32 {
         if self.has_loss_mask { NO_LOSS_BIT } else { 0 }
     }
 
-    /// Computes the length of the part of a token cache file after the header, and where in this
-    /// part the document offsets begin, in bytes. Returns `None` if no file can be so long.
+    /// Computes the start of the document offsets and the total length of everything after the
+    /// header of a token cache file, in bytes. Returns `None` if no file can be so long.
     fn compute_body_layout(&self) -> Option<(u64, u64)> {
         let offsets =
             self.tokens.checked_mul(self.token_width_bytes() as u64)?.checked_next_multiple_of(8)?;
@@ -269,7 +271,8 @@ pub(crate) trait TokenizedDocuments {
     /// Copies the `out.len()` tokens from position `from` on to `out`, including the bit
     /// [`NO_LOSS_BIT`] of tokens that do not count for the loss.
     fn read_tokens(&self, from: u64, out: &mut [u32]);
-    /// Returns whether some tokens do not count for the loss, which the bit [`NO_LOSS_BIT`] marks.
+    /// Returns whether the stream marks tokens that do not count for the loss, by the bit
+    /// [`NO_LOSS_BIT`].
     fn has_loss_mask(&self) -> bool;
 }
 

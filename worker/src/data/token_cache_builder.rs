@@ -28,13 +28,13 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// The longest wait for another process that builds the same token cache. After it, the waiting
-/// process builds the cache, too.
+/// The longest time that a process waits while another process builds the token cache that both
+/// need. After it, the waiting process builds the cache, too.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(15 * 60);
 /// Time between two attempts to acquire the lock of a token cache.
 const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Number of token caches that remain in a cache directory when unused ones are deleted. The least
-/// recently used ones beyond this number are deleted.
+/// The number of token caches that a cleanup keeps in a cache directory, namely the most recently
+/// used ones. The least recently used ones beyond this number are deleted.
 const MAX_KEPT_CACHES: usize = 16;
 
 /// Everything that determines the content of a token cache: files, format, tokenizer, chat template
@@ -91,9 +91,9 @@ impl TokenCacheInputs<'_> {
     }
 }
 
-/// Opens the token cache (the file with the tokens) for the data files and tokenizer in `inputs`,
-/// and builds it in `directory` first if it is missing or damaged. Adds a warning to `warnings` if
-/// the file is damaged. Blocks while another process builds the cache.
+/// Opens the token cache for the data files and the tokenizer in `inputs`, after building a missing
+/// or damaged cache in `directory`. Adds a warning to `warnings` if the file is damaged. Blocks
+/// while another process builds the cache.
 pub(crate) fn open_or_build_cache(
     inputs: &TokenCacheInputs,
     directory: &Path,
@@ -167,8 +167,8 @@ fn create_cache_directory(directory: &Path) -> Result<(), DataError> {
     Ok(())
 }
 
-/// What a process finds after waiting for the lock of a token cache: a finished cache of another
-/// process, or the task of building it.
+/// Whether another process has finished the token cache for which this process waited, or this
+/// process must build the cache.
 enum BuildLockOutcome {
     /// Another process has built the cache.
     AlreadyBuilt(Box<TokenCache>),
@@ -177,9 +177,10 @@ enum BuildLockOutcome {
     MustBuild(Option<File>),
 }
 
-/// Blocks until no other process is building the same token cache, or until [`LOCK_TIMEOUT`] has
-/// passed. In the second case this process must build the cache without the lock. `path` is the
-/// lock file. `open` opens the finished cache, and returns `None` if there is none.
+/// Waits for the lock of a token cache until it is free or [`LOCK_TIMEOUT`] has passed, and returns
+/// whether this process must build the cache. In the second case this process must build the cache
+/// without the lock. `path` is the lock file. `open` opens the finished cache, and returns `None`
+/// if there is none.
 fn wait_for_build_lock(
     path: &Path,
     mut open: impl FnMut() -> Result<Option<TokenCache>, DataError>,
@@ -205,8 +206,9 @@ fn wait_for_build_lock(
     }
 }
 
-/// Removes the temporary files of killed processes, and the least recently used token caches beyond
-/// [`MAX_KEPT_CACHES`]. Ignores errors, because stale files only take disk space.
+/// Deletes temporary files that killed processes left in the cache directory, and the least
+/// recently used token caches if there are too many. Ignores errors, because stale files only take
+/// disk space.
 ///
 /// `current_stem` is the file name of this process's cache without extension. This cache is never
 /// removed. `is_locked` states whether this process holds the lock of this cache.
@@ -234,8 +236,8 @@ fn remove_stale_cache_files(directory: &Path, current_stem: &str, is_locked: boo
     }
 }
 
-/// Returns whether no process holds the lock of the token cache whose files have names that begin
-/// with `stem`. Returns false if the cache has no lock file.
+/// Returns whether no process holds the lock file `{stem}.lock` of a token cache in `directory`.
+/// Returns false if the cache has no lock file.
 fn is_cache_unlocked(directory: &Path, stem: &str) -> bool {
     File::open(directory.join(format!("{stem}.lock"))).is_ok_and(|f| f.try_lock().is_ok())
 }

@@ -74,7 +74,8 @@ impl TextTokenizer {
         Self::open_with_interpreter(spec, workdir, SandboxInterpreter::new(rayon::current_num_threads()))
     }
 
-    /// Loads the tokenizer that the job names, in the sandbox process of `interpreter`.
+    /// Opens the job's tokenizer, which is the built-in byte tokenizer or a tokenizer.json that the
+    /// sandbox process of the client `interpreter` loads.
     pub(crate) fn open_with_interpreter(
         spec: &TokenizerSpec,
         workdir: &Path,
@@ -156,8 +157,8 @@ impl TextTokenizer {
         }
     }
 
-    /// Converts a failure of the sandbox process, in a request that used the tokenizer but no data
-    /// file, to an error about the tokenizer.
+    /// Converts a failure of the sandbox process to an error that names the tokenizer, for requests
+    /// that interpret no data file.
     fn to_tokenizer_error(&self, failure: InterpreterFailure, step: InterpretationStep) -> DataError {
         let path = self.path().unwrap_or(Path::new(BYTE_TOKENIZER_NAME));
         to_interpretation_error(failure, step, path, None, None)
@@ -180,8 +181,8 @@ impl TextTokenizer {
         }
     }
 
-    /// Returns a digest that depends on everything that affects how the tokenizer encodes text.
-    /// Tokenizers with equal digests encode equal texts equally.
+    /// Returns a digest of everything that affects how the tokenizer encodes text, from which the
+    /// names of token caches are derived. Tokenizers with equal digests encode equal texts equally.
     pub fn digest(&self) -> [u8; 32] {
         let mut hasher = blake3::Hasher::new_derive_key("launch 2026 tokenizer v1");
         match &self.file {
@@ -233,9 +234,9 @@ impl FileTokenizer {
     }
 }
 
-/// Converts the `failure` of a request, in which the sandbox process interpreted the file at
-/// `path`, to an error about this file. `step` is the first work of the request. `rules` is the
-/// tokenizer or chat template with which a record was interpreted.
+/// Converts a failure of the sandbox process, which interpreted the file at `path`, to an error
+/// that names this file. `step` is the first work of the request. `rules` is the tokenizer or chat
+/// template with which a record was interpreted.
 pub(crate) fn to_interpretation_error(
     failure: InterpreterFailure,
     step: InterpretationStep,

@@ -6,7 +6,8 @@ pub(crate) const TOKENIZER_FILE: &str = "tokenizer.json";
 pub(crate) const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
 /// The name of the file next to tokenizer.json that contains the chat template.
 pub(crate) const CHAT_TEMPLATE_FILE: &str = "chat_template.jinja";
-/// The names of the files next to tokenizer.json that are also read, if they exist.
+/// The names of the optional files that are loaded from the directory of tokenizer.json:
+/// configuration, special tokens and chat template.
 pub(crate) const COMPANION_FILES: [&str; 3] =
     [TOKENIZER_CONFIG_FILE, "special_tokens_map.json", CHAT_TEMPLATE_FILE];
 /// Texts of special tokens that usually end a document, in order of preference. The first one that

@@ -18,11 +18,12 @@ use std::{
     sync::Arc,
 };
 
-/// A function that opens the GPU for one rank of one training run of `launch gpu-check`.
+/// A function that opens the GPU of `launch gpu-check`, called once for each rank of a training
+/// run.
 pub(super) type GpuOpener<'a> = &'a (dyn Fn() -> diagnostic::Result<Arc<Cuda>> + Sync);
 
-/// A source of training samples that computes tokens from the number of the sample, in place of
-/// reading data files.
+/// A source of training samples whose tokens are computed from the number of the sample, without
+/// data files.
 struct GeneratedSamples {
     vocab: u32,
 }
@@ -39,9 +40,9 @@ impl SampleSource for GeneratedSamples {
     }
 }
 
-/// Builds a job that trains a model for `launch gpu-check`. `model` is the section `train.model` as
-/// YAML. `rest` sets further keys of `train`, separated by spaces; all other keys have their
-/// defaults.
+/// Builds a job that trains a model for `launch gpu-check`, from the section `train.model` and
+/// further keys of `train` as text. `model` is the section `train.model` as YAML. `rest` sets
+/// further keys of `train`, separated by spaces; all other keys have their defaults.
 pub(super) fn build_check_job(model: &str, rest: &str) -> diagnostic::Result<JobSpec> {
     let text = format!("name: gpu-check\ntrain: {{data: {{files: [none]}}, model: {{{model}}}}}\n");
     let set: Vec<String> = rest.split_whitespace().map(|s| format!("train.{s}")).collect();
@@ -80,9 +81,8 @@ pub(super) fn train_one_step(running: &mut RunningTrainer) -> Result<(f64, f64),
     Ok((outcome.loss, outcome.grad_norm))
 }
 
-/// Runs the function `check`, which checks an open GPU, and converts a panic in it, which is a bug
-/// of launch, to an internal error. Every error has the category `Failed`, because the GPU was
-/// usable.
+/// Runs `check`, a function that checks an open GPU, and turns a panic in it into an internal
+/// error. Every error has the category `Failed`, because the GPU was usable.
 pub(super) fn run_check<T>(check: impl FnOnce() -> diagnostic::Result<T>) -> diagnostic::Result<T> {
     catch_panic(check).map_err(|error| error.with_category(Category::Failed))
 }

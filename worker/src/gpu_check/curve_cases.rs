@@ -1,8 +1,8 @@
-//! The models for which `launch gpu-check` compares the losses of training on a GPU and on the CPU,
-//! and the numbers of ranks.
+//! The models, precisions and numbers of ranks for which `launch gpu-check` compares training
+//! losses between a GPU and the CPU.
 
-/// A model for which `launch gpu-check` compares the losses of training on a GPU and on the CPU,
-/// with the keys of job.yaml that describe it.
+/// A model, described by keys of job.yaml, for which `launch gpu-check` compares the training
+/// losses of a GPU and the CPU.
 pub(super) struct CurveCase {
     pub(super) name: &'static str,
     /// The name of the case in the names of parts.
@@ -36,9 +36,9 @@ const TINY_CURVE_CASES: [CurveCase; 1] = [CurveCase {
     rest: "data.seq_len=6 batch.global=4 batch.micro=1",
 }];
 
-/// The precisions in which `launch gpu-check` compares training on a GPU with training on the CPU,
-/// each with the largest accepted relative difference of a loss. In fp8 a difference in the last
-/// bit of a sum may round an operand to another value, so the tolerance is larger.
+/// The precisions in which `launch gpu-check` compares GPU training with CPU training, each with
+/// the largest accepted relative loss difference. In fp8 a difference in the last bit of a sum may
+/// round an operand to another value, so the tolerance is larger.
 pub(super) const CURVE_PRECISIONS: [(&str, f64); 3] = [("fp32", 1e-4), ("bf16", 2e-2), ("fp8", 5e-2)];
 
 /// Returns the models for which `launch gpu-check` compares the losses of training on a GPU with
@@ -47,8 +47,8 @@ pub(super) fn select_curve_cases(tiny: bool) -> &'static [CurveCase] {
     if tiny { &TINY_CURVE_CASES } else { &CURVE_CASES }
 }
 
-/// With how many ranks `launch gpu-check` trains on a GPU to compare the losses with the CPU's, and
-/// how these ranks exchange data.
+/// The number of ranks for a training comparison of `launch gpu-check`, and whether these ranks
+/// exchange data with NCCL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CurveRanks {
     /// One rank.
@@ -62,8 +62,8 @@ pub(super) enum CurveRanks {
 }
 
 impl CurveRanks {
-    /// Returns the name of the group of parts of the GPU check that train with these numbers of
-    /// ranks, such as `nccl`.
+    /// Returns the first component, such as `nccl`, of the names of `launch gpu-check` parts that
+    /// train with these numbers of ranks.
     pub(super) fn part_group_name(self) -> &'static str {
         match self {
             CurveRanks::OneRank => "curves",
@@ -73,8 +73,8 @@ impl CurveRanks {
         }
     }
 
-    /// Returns how many seconds a part of the GPU check that trains with these ranks takes,
-    /// approximately.
+    /// Returns the approximate duration, in seconds, of a part of `launch gpu-check` that trains
+    /// with these numbers of ranks.
     pub(super) fn expected_seconds(self) -> u64 {
         match self {
             CurveRanks::OneRank => 3,

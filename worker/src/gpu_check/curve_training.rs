@@ -1,5 +1,5 @@
-//! Trains a model for a few steps on a GPU or on the CPU, with one or several ranks, and returns
-//! the losses, which `launch gpu-check` compares.
+//! Trains a model for a few steps with one or several ranks on a GPU or the CPU, to get losses that
+//! `launch gpu-check` compares.
 use super::check_job::{GpuOpener, build_trainer, run_check, train_one_step};
 use crate::gpu::to_unusable_nccl_error;
 use comm::{

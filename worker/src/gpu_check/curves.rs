@@ -13,9 +13,8 @@ use device::{Cpu, cuda::CudaLibrary};
 use serde_json::json;
 use std::{path::Path, sync::Arc};
 
-/// Trains a model on the GPU and on the CPU, compares the losses, and reports a row of the result
-/// table for each number of ranks. With [`CurveRanks::NcclTwoRanks`], `second_rank` is the
-/// other rank.
+/// Trains a model on the GPU and on the CPU, and reports for each number of ranks how much the
+/// losses differ. With [`CurveRanks::NcclTwoRanks`], `second_rank` is the other rank.
 pub(super) fn compare_curves(
     output: &PartOutput,
     open: GpuOpener,
@@ -74,8 +73,8 @@ pub(super) fn compare_curves(
     Ok(())
 }
 
-/// Opens NCCL, or reports that the comparison `subject` is skipped and returns `None` if NCCL
-/// cannot be used for these ranks.
+/// Opens the NCCL library, or returns `None` and reports that the comparison `subject` is skipped
+/// if the library cannot be used.
 fn open_nccl_or_skip(output: &PartOutput, subject: &str, transport: CurveRanks) -> Option<NcclLibrary> {
     let directories = collect_library_search_paths(&[], Path::new("")).list_directories(CudaLibrary::Nccl);
     let reason = match NcclLibrary::open(&directories) {
@@ -89,8 +88,8 @@ fn open_nccl_or_skip(output: &PartOutput, subject: &str, transport: CurveRanks) 
     None
 }
 
-/// Compares the losses of training on the GPU with those on the CPU, and checks that they are
-/// bit-equal to the losses of one rank on the GPU. Returns the row of the comparison.
+/// Compares the GPU's losses with the CPU's within `tolerance`, and bit by bit with the GPU's
+/// losses of one rank. Returns the row of the comparison.
 fn compare_losses(
     subject: String,
     tolerance: f64,

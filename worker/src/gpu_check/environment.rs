@@ -88,8 +88,8 @@ pub(super) fn report_kernel_loading(output: &PartOutput, cuda: &Cuda) -> diagnos
     Ok(())
 }
 
-/// Sends the list of GPU kernels that ran and of the algorithms that matmuls used to the parent
-/// process, which writes them to the JSON report.
+/// Sends the GPU kernels and the matmul algorithms that were used so far to the parent process, for
+/// the JSON report.
 pub(super) fn report_used_kernels(output: &PartOutput, cuda: &Cuda) -> diagnostic::Result<()> {
     let kernels = cuda.report_launched_kernel_resources()?;
     output.send_details("launched_kernels", kernels.iter().map(to_kernel_json).collect());

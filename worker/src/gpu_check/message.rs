@@ -4,7 +4,7 @@ use diagnostic::Diagnostic;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// The start of each line of stdout by which a process that runs one part of `launch gpu-check`
+/// The prefix of each stdout line by which a part of `launch gpu-check`, in a separate process,
 /// sends a message to the parent process. Other lines are output of libraries.
 pub(super) const MESSAGE_PREFIX: &str = "gpu-check-message ";
 
@@ -23,7 +23,8 @@ pub(super) enum PartMessage {
     Failed { error: Box<Diagnostic> },
 }
 
-/// A row of the table that `launch gpu-check` prints.
+/// A row of the table that `launch gpu-check` prints: what was checked, the measured values, and
+/// the result.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct ResultRow {
     /// What was checked or measured.
@@ -67,7 +68,8 @@ impl RowResult {
 }
 
 impl ResultRow {
-    /// Creates a row of the result table that shows measured values and compares nothing.
+    /// Creates a row of the result table that only shows measured values, without a passed or
+    /// failed check.
     pub(super) fn measured(subject: impl Into<String>, values: impl Into<String>, data: Value) -> ResultRow {
         let (subject, values) = (subject.into(), values.into());
         ResultRow { subject, values, result: RowResult::Measured, cause: None, data }

@@ -28,10 +28,10 @@ use std::{
 /// The time after which the process of rank 1 of the two-rank training is killed if it has not
 /// ended.
 const RANK_TIMEOUT: Duration = Duration::from_secs(60);
-/// The size in bytes of each slot through which a rank exchanges data with the other one in shared
-/// memory.
+/// The size in bytes of each slot of shared memory through which the two ranks exchange data.
 const STAGING_BYTES: usize = 1 << 20;
-/// The name of the message in which the process of rank 1 reports its losses to the process of rank
+/// The name of the value by which rank 1 of the two-rank training sends its losses to the process
+/// of rank 0.
 /// 0.
 const RANK_ONE_CURVE_NAME: &str = "curve of rank 1";
 
@@ -46,8 +46,8 @@ pub(super) struct TwoRankTraining<'a> {
 }
 
 impl TwoRankTraining<'_> {
-    /// Trains as rank 0 together with rank 1, for which a process is started, and returns the
-    /// losses. Fails if the ranks have different losses.
+    /// Starts a process for rank 1, trains as rank 0 together with rank 1, and returns the losses
+    /// of all steps. Fails if the ranks have different losses.
     pub(super) fn train_as_rank_zero(
         &self,
         spec: &TrainSpec,

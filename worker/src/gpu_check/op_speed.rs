@@ -41,8 +41,8 @@ pub(super) enum TimedOpGroup {
 }
 
 impl TimedOpGroup {
-    /// The groups of operations that models consist of, each with the name of the part of `launch
-    /// gpu-check` that measures their speed.
+    /// The groups of timed operations (matmuls, attention, memory-bound operations), each with the
+    /// name of the `launch gpu-check` part that times the group.
     pub(super) const MODEL_OPERATION_GROUPS: [(&str, TimedOpGroup); 3] = [
         ("matmul", TimedOpGroup::Matmul),
         ("attention", TimedOpGroup::Attention),
@@ -121,7 +121,8 @@ fn prepare_timed_copy(cuda: &Cuda) -> Result<TimedOp<'_>, CudaError> {
     })
 }
 
-/// Prepares the measurement of the speed of a bf16 matmul of `[m, k]` and `[n, k]`.
+/// Prepares the timing of the bf16 matmul of `[m, k]` with the transpose of `[n, k]`: allocates the
+/// buffers, and returns the operation.
 fn prepare_timed_matmul<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Result<TimedOp<'a>, CudaError> {
     let [mut y, x, w] = allocate_zeroed_buffers(cuda, Dtype::Bf16, [m * n, m * k, n * k])?;
     Ok(TimedOp {
@@ -138,7 +139,8 @@ fn prepare_timed_matmul<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Res
 /// heads, key heads, head size.
 const ATTENTION_SHAPES: [[usize; 5]; 2] = [[8, 1024, 12, 12, 64], [2, 2048, 32, 8, 128]];
 
-/// Prepares the measurements of the speed of bf16 attention, forward and backward.
+/// Prepares the timing of bf16 attention: allocates the buffers, and returns the forward and the
+/// backward pass as two operations.
 fn prepare_timed_attention<'a>(
     cuda: &'a Cuda,
     sizes: [usize; 5],

@@ -23,20 +23,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The largest number of output lines of a process that runs a part of the GPU check which wait for
-/// the parent process to read them. A process that prints faster waits.
+/// The largest number of output lines of a GPU-check process that are queued until the parent
+/// process handles them. A process that prints faster waits.
 const LINE_QUEUE_CAPACITY: usize = 64;
 /// The longest accepted output line, in bytes, of a process that runs one part of the GPU check.
 /// The rest of a longer line is dropped.
 const MAX_LINE_BYTES: u64 = 4 << 20;
-/// The number of output lines, such as warnings of libraries, that are kept from the start and from
-/// the end of the output of a part of the GPU check.
+/// The number of first lines, and also of last lines, that are kept of the output of a part of the
+/// GPU check.
 const KEPT_OUTPUT_LINES: usize = 30;
-/// The number of characters that are kept of each output line, such as a warning of a library, of a
-/// part of the GPU check.
+/// The number of characters to which each kept output line of a part of the GPU check is shortened.
 const KEPT_LINE_CHARS: usize = 400;
-/// How long a process that runs a part of the GPU check may take to end after it was killed. A
-/// process that hangs in the driver may take longer, and is then left behind.
+/// How long the parent process waits for the end of a killed process of the GPU check before it
+/// gives up. A process that hangs in the driver may take longer, and is then left behind.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 /// The interval between two checks of whether the process that runs a part of the GPU check has
 /// ended.
@@ -86,8 +85,8 @@ pub(super) struct PartOutcome {
     pub(super) output: Vec<String>,
 }
 
-/// A line that a process which runs a part of the GPU check has printed: a message to the parent
-/// process, or other output.
+/// A line of output of a GPU-check process: either a message to the parent process, or any other
+/// text.
 enum PartLine {
     Message(PartMessage),
     Other(String),
@@ -223,8 +222,8 @@ fn read_nonempty_line(reader: &mut impl BufRead) -> io::Result<Option<PartLine>>
     )))
 }
 
-/// Passes the output lines of the process `child` to `on_line` until the process ends, or kills its
-/// process group at the time `deadline`.
+/// Passes the output lines of the process `child` to `on_line` until the process ends, and kills
+/// the process group at the time `deadline`.
 fn process_lines_until_end(
     child: &mut Child,
     lines: &Receiver<PartLine>,

@@ -19,8 +19,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A part of the GPU check that fails within this time is repeated immediately; others are repeated
-/// after all parts have run.
+/// The longest run time of a failed part of the GPU check that is repeated immediately, instead of
+/// after all other parts.
 const MAX_QUICK_FAILURE_TIME: Duration = Duration::from_secs(30);
 /// The time limit for repeating a failed part of the GPU check with blocking kernel launches
 /// (`CUDA_LAUNCH_BLOCKING`), to find the kernel that failed.
@@ -28,11 +28,11 @@ const MAX_REPEAT_TIME: Duration = Duration::from_secs(60);
 /// The time limit for repeating a failed part of the GPU check under compute-sanitizer, which
 /// detects invalid memory accesses.
 const MAX_SANITIZED_REPEAT_TIME: Duration = Duration::from_secs(120);
-/// The time that the whole GPU check must have left to repeat a part that failed.
+/// The smallest remaining time of the whole GPU check at which a failed part is still repeated.
 const MIN_REPEAT_TIME: Duration = Duration::from_secs(2);
 
-/// The largest number of GPU calls, the last ones before a failure, that are printed for a failed
-/// part of the GPU check.
+/// The largest number of GPU calls that are printed for a failed part of the GPU check, namely the
+/// last ones before the failure.
 const MAX_REPORTED_LAUNCHES: usize = 32;
 
 /// The options of a run of `launch gpu-check` that apply to all its parts, such as the device and
@@ -60,8 +60,8 @@ enum PartRunMode {
 }
 
 impl PartRunMode {
-    /// Returns the name under which the result table shows the part `part` of the GPU check when it
-    /// runs in this mode.
+    /// Returns how the result table names the part `part` of the GPU check in this mode, for
+    /// example with the suffix `, compute-sanitizer`.
     fn display_name_of_part(self, part: &str) -> String {
         match self {
             PartRunMode::Normal => part.to_owned(),
@@ -145,9 +145,9 @@ impl PartRunner<'_> {
         record
     }
 
-    /// Repeats the failed parts of the GPU check with blocking kernel launches and then under
-    /// compute-sanitizer, as long as time is left, to find the causes. Parts that were already
-    /// repeated with blocking launches are only repeated under compute-sanitizer.
+    /// Repeats failed parts of the GPU check to find the causes, first with blocking kernel
+    /// launches and then under compute-sanitizer. Parts that were already repeated with blocking
+    /// launches are only repeated under compute-sanitizer.
     fn repeat_failures(&mut self, parts: &[Part]) -> diagnostic::Result<()> {
         let sanitizer = find_sanitizer();
         for mode in [PartRunMode::Blocking, PartRunMode::Sanitized] {
@@ -173,8 +173,8 @@ impl PartRunner<'_> {
         self.write_report()
     }
 
-    /// Repeats a failed part of the GPU check in the mode `mode` (with blocking kernel launches or
-    /// under compute-sanitizer). Returns `None` if too little time is left.
+    /// Repeats a failed part of the GPU check with blocking kernel launches or under
+    /// compute-sanitizer, as `mode` selects. Returns `None` if too little time is left.
     fn repeat_part(&mut self, part: &Part, mode: PartRunMode, limit: Duration) -> Option<PartRecord> {
         (self.remaining_check_time() >= MIN_REPEAT_TIME).then(|| self.run_part_in_process(part, mode, limit))
     }
@@ -264,8 +264,8 @@ impl PartRunner<'_> {
         }
     }
 
-    /// Builds the command line of the process that runs a part of the GPU check, normally or
-    /// (`mode`) to find the cause of a failure.
+    /// Builds the command line of the process that runs the part `part` of the GPU check in the
+    /// mode `mode` (normal, blocking launches, or compute-sanitizer).
     fn build_part_command(
         &self,
         part: &Part,
@@ -292,8 +292,8 @@ impl PartRunner<'_> {
     }
 }
 
-/// Returns the last GPU calls of a process, oldest first, from the file in memory (launch log) in
-/// which the process records its calls.
+/// Reads the last GPU calls of a process, oldest first, from `log`, the memory file in which the
+/// process records its calls.
 fn read_last_launches(log: &MemoryFile) -> io::Result<Vec<String>> {
     let mut launches = read_launch_log(&log.path())?;
     launches.drain(..launches.len().saturating_sub(MAX_REPORTED_LAUNCHES));

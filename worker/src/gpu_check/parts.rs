@@ -1,5 +1,5 @@
-//! [`Part`]: a piece of `launch gpu-check` that runs in a separate process, and the list of all
-//! parts, the most important ones first.
+//! [`Part`]: a piece of `launch gpu-check` that runs in a separate process, and the ordered list of
+//! all parts.
 use super::{
     curve_cases::{CURVE_PRECISIONS, CurveRanks, select_curve_cases},
     op_speed::TimedOpGroup,
@@ -14,9 +14,9 @@ use std::ffi::OsString;
 /// The name of the part of `launch gpu-check` that describes the machine and runs before all
 /// others.
 pub(super) const ENVIRONMENT_PART: &str = "environment";
-/// The name of the group of those parts of `launch gpu-check` that only time the operations of a
-/// training step. They run only if `--only` or `--profile` selects them, because the parts that
-/// time models do this, too.
+/// The group name of the parts of `launch gpu-check` that time the single operations of a training
+/// step and nothing else. They run only if `--only` or `--profile` selects them, because the parts
+/// that time models do this, too.
 pub(super) const PROFILES_GROUP: &str = "profiles";
 
 /// What a part of the GPU check does, such as comparing operations with the CPU or timing the
@@ -118,8 +118,8 @@ pub(super) fn list_parts(filter: PartFilter) -> Vec<Part> {
     parts
 }
 
-/// Passes the parts of the GPU check that train models to the callback `add`, which appends them to
-/// the list of parts.
+/// Adds the parts of the GPU check that train models to the list of parts, by calling `add` for
+/// each part.
 fn add_training_parts(tiny: bool, add: &mut dyn FnMut(String, PartWork, u64, u64)) {
     let add_curves = |add: &mut dyn FnMut(String, PartWork, u64, u64), transport: CurveRanks| {
         for (case, curve) in select_curve_cases(tiny).iter().enumerate() {
@@ -150,15 +150,15 @@ fn add_training_parts(tiny: bool, add: &mut dyn FnMut(String, PartWork, u64, u64
     add_curves(add, CurveRanks::NcclTwoRanks);
 }
 
-/// Converts the name of a family of operations to the name of the part of the GPU check that
-/// compares them: `norms, bias` becomes `norms-bias`.
+/// Converts the name of a family of operations to the name of its GPU-check part, such as `norms,
+/// bias` to `norms-bias`.
 fn to_part_name(family: &str) -> String {
     let words = family.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
     words.collect::<Vec<_>>().join("-").to_ascii_lowercase()
 }
 
-/// Returns, in their order, those of the parts `parts` of the GPU check that the user has selected
-/// by the option `--only`. An empty `only` selects every part except those of the group
+/// Returns the GPU-check parts in `parts` that the names in `only` (option `--only`) select, in
+/// unchanged order. An empty `only` selects every part except those of the group
 /// [`PROFILES_GROUP`]. Fails if an element of `only` selects no part.
 pub(super) fn select_parts(parts: Vec<Part>, only: &[String]) -> diagnostic::Result<Vec<Part>> {
     if let Some(unknown) = only.iter().find(|name| !parts.iter().any(|part| part.is_selected_by(name))) {

@@ -72,8 +72,8 @@ impl PartRecord {
     }
 }
 
-/// Returns the result of a part of the GPU check from the results of its table rows: failed if any
-/// row failed, and skipped if all were skipped.
+/// Returns the result of a part of the GPU check: failed if any table row failed, otherwise ok if
+/// any row is ok, otherwise measured or skipped.
 fn combine_row_results(rows: &[ResultRow]) -> RowResult {
     let has = |result| rows.iter().any(|row| row.result == result);
     match () {

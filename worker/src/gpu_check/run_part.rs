@@ -1,4 +1,4 @@
-//! Runs one part of `launch gpu-check` in its process.
+//! Runs one part of `launch gpu-check` in the process that was started for the part.
 use super::{
     check_job::catch_panic,
     curves::compare_curves,
@@ -32,10 +32,10 @@ const QUICK_RANDOM_SHAPES: usize = 2;
 /// which operations are compared.
 const TINY_SHAPE_DIVISOR: usize = 1 << 9;
 
-/// Runs the part `name` of the GPU check in this process, and sends its table rows and its end to
-/// the parent process. Logs the launches in the file `launch_log`. With `rank_memory`, runs the
-/// part as rank 1, which shares that memory with rank 0. Returns whether the part ended without an
-/// error.
+/// Runs the part `name` of the GPU check in this process, and sends its table rows and its final
+/// success or error to the parent process. Logs the launches in the file `launch_log`. With
+/// `rank_memory`, runs the part as rank 1, which shares that memory with rank 0. Returns whether
+/// the part ended without an error.
 pub(super) fn run_part(
     name: &str,
     device: usize,

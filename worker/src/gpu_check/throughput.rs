@@ -26,16 +26,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The smallest share of a training step's time from which on an operation gets a row of the result
-/// table.
+/// The smallest share (0 to 1) of a training step's time for which an operation gets a row in the
+/// result table.
 const MIN_PRINTED_TIME_SHARE: f64 = 0.01;
 /// The names of GPUs with their peak rates in dense bf16 operations per second, from NVIDIA's data
 /// sheets (SXM versions).
 const PEAK_BF16_FLOPS: [(&str, f64); 4] =
     [("H100", 989.5e12), ("H200", 989.5e12), ("A100", 312e12), ("B200", 2250e12)];
 
-/// Measures the training speed of model number `number` and the time of each operation of a
-/// training step, and reports table rows of `launch gpu-check`.
+/// Measures the training speed of model number `number` and the time of each operation in a step,
+/// and reports both in the result table.
 pub(super) fn report_model_speed(
     output: &PartOutput,
     open: GpuOpener,
@@ -74,8 +74,8 @@ pub(super) fn report_model_profile(
     report_step_profile(output, timed, &mut model, 0.0)
 }
 
-/// Measures how long saving a checkpoint of model number `number` blocks training and how much it
-/// slows training down, and reports a table row.
+/// Measures how saving a checkpoint disturbs the training of model number `number` (blocked time
+/// and slowdown), and reports the result as a table row.
 pub(super) fn report_save_cost(
     output: &PartOutput,
     open: GpuOpener,
@@ -99,8 +99,8 @@ pub(super) fn report_save_cost(
     Ok(())
 }
 
-/// Builds the model on the GPU and runs the first steps, which are slower, if the GPU has enough
-/// free memory, and otherwise reports that the model is skipped.
+/// Builds the model on the GPU and runs its first, slower steps, or reports the model as skipped if
+/// too little GPU memory is free.
 fn warm_up_if_it_fits(
     output: &PartOutput,
     timed: &TimedModel,
@@ -230,8 +230,8 @@ fn measure_training(
     Ok(TrainingMeasurement { tokens_per_s, flops, mfu, memory: cuda.peak_memory_bytes() })
 }
 
-/// Runs training steps until the predicate `is_enough` is satisfied by their number and total time,
-/// and returns both. Returns the mean seconds of one step.
+/// Runs training steps until `is_enough` accepts their number and total time. Returns the mean
+/// seconds of one step.
 fn time_steps(
     running: &mut RunningTrainer,
     is_enough: &mut dyn FnMut(u32, Duration) -> bool,
@@ -245,7 +245,8 @@ fn time_steps(
     Ok(began.elapsed().as_secs_f64() / f64::from(steps.max(1)))
 }
 
-/// Removes a temporary directory, for checkpoints of the measured training, when it is dropped.
+/// A temporary directory for checkpoints of the measured training, which is removed when this value
+/// is dropped.
 struct TemporaryDirectory(PathBuf);
 
 impl Drop for TemporaryDirectory {
@@ -255,8 +256,8 @@ impl Drop for TemporaryDirectory {
     }
 }
 
-/// How long saving a checkpoint blocks training, and how much it slows down training that
-/// continues.
+/// The cost of saving a checkpoint during training: the time for which training is blocked, and the
+/// slowdown of training until the save ends.
 struct SaveCost {
     /// How long training waited for the start of the save.
     blocked_seconds: f64,
@@ -266,8 +267,9 @@ struct SaveCost {
     slowdown: f64,
 }
 
-/// Saves one checkpoint while training continues, and measures how long training is blocked and how
-/// much it is slowed down. `step_seconds` is the time of a step without saving.
+/// Saves one checkpoint during training, and measures how long training is blocked and how much
+/// training is slowed down until the save ends. `step_seconds` is the time of a step without
+/// saving.
 fn measure_save_cost(
     running: &mut RunningTrainer,
     job: &JobSpec,
@@ -293,8 +295,8 @@ fn measure_save_cost(
     Ok(SaveCost { blocked_seconds: blocked, seconds: saved.seconds, slowdown })
 }
 
-/// Creates the object that saves checkpoints of the training that is measured to the directory
-/// `directory`.
+/// Creates the object that saves checkpoints of the training `running` to `directory`, to measure
+/// the cost of a save.
 fn build_checkpoint_saver(running: &RunningTrainer, job: &JobSpec, directory: &Path) -> CheckpointSaver {
     let (trainer, train, digest) = (&running.trainer, running.train_spec(), "generated".to_owned());
     let metadata = RunMetadata::new(trainer, train, job, digest, (Vec::new(), 0));

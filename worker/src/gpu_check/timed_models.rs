@@ -38,9 +38,9 @@ const BATCH_32X1024: &str = "data.seq_len=1024 batch.global=32 batch.micro=32";
 const BATCH_4X16X1024: &str = "data.seq_len=1024 batch.global=64 batch.micro=16";
 const BATCH_4X8X2048: &str = "data.seq_len=2048 batch.global=32 batch.micro=8";
 
-/// Defines a model whose training `launch gpu-check` times, without saving checkpoints and without
-/// offloading optimizer states. `part_name` is its name in the names of parts, and `order` its
-/// position among the timed models.
+/// Returns the definition of a model whose training `launch gpu-check` times, with checkpoint saves
+/// and optimizer offload switched off. `part_name` is its name in the names of parts, and `order`
+/// its position among the timed models.
 const fn define_timed_model(
     (part_name, order, expected_seconds): (&'static str, u8, u64),
     name: &'static str,
@@ -61,7 +61,8 @@ const fn define_timed_model(
     }
 }
 
-/// Defines a model whose training takes long to time and needs `min_gib` GiB of GPU memory.
+/// Returns the definition of a large model that is timed after the other models and needs `min_gib`
+/// GiB of GPU memory.
 const fn define_large_model(
     part: (&'static str, u8, u64),
     min_gib: u16,

@@ -29,28 +29,29 @@ impl BufferSpec {
         BufferSpec { name: "", len, is_f32: true }
     }
 
-    /// Returns the element type of the buffer: f32 if the buffer is always f32, otherwise
-    /// `compute`, the data type in which the model computes.
+    /// Returns the buffer's element type: f32 for a buffer that is always f32, and `compute` (the
+    /// model's compute data type) for any other.
     fn dtype(self, compute: Dtype) -> Dtype {
         if self.is_f32 { Dtype::F32 } else { compute }
     }
 
-    /// Returns the size of the buffer in bytes, if the model computes in the data type `compute`.
+    /// Returns the size of the buffer in bytes for a model that computes in the data type
+    /// `compute`.
     pub fn count_bytes(self, compute: Dtype) -> usize {
         self.len * self.dtype(compute).size()
     }
 }
 
-/// The allocated buffers for activations or scratch values that a model has declared it needs, in
-/// the order of the declarations.
+/// The allocated buffers for a model's activations or scratch values, in the order in which the
+/// model declared them.
 pub struct ActivationBuffers {
     names: Vec<&'static str>,
     buffers: Vec<Buf>,
 }
 
 impl ActivationBuffers {
-    /// Allocates a zeroed buffer for each element of `specs`, the buffers that a model needs, where
-    /// the model computes in the data type `compute`.
+    /// Allocates one zeroed buffer for each declaration in `specs`; `compute` is the data type in
+    /// which the model computes.
     pub fn new(ops: &dyn Ops, specs: &[BufferSpec], compute: Dtype) -> Self {
         let allocate =
             |spec: &BufferSpec| ops.zeroed_with_purpose("activations", spec.dtype(compute), spec.len);
@@ -66,8 +67,8 @@ impl ActivationBuffers {
         self.names.iter().position(|n| *n == name).map(|i| &self.buffers[i])
     }
 
-    /// Returns references to all of these buffers in a struct `S` (a buffer set) that has one named
-    /// field for each buffer.
+    /// Returns references to all of these buffers as a struct `S`, which has one named field per
+    /// buffer, in the order of declaration.
     ///
     /// # Panics
     ///
@@ -76,8 +77,8 @@ impl ActivationBuffers {
         S::from_values(&mut self.buffers.iter())
     }
 
-    /// Returns a struct `S` (a buffer set) whose named fields are exclusive references to these
-    /// buffers, one per field in the order of declaration.
+    /// Returns exclusive references to all of these buffers as a struct `S`, which has one named
+    /// field per buffer, in the order of declaration.
     ///
     /// # Panics
     ///
@@ -87,8 +88,8 @@ impl ActivationBuffers {
     }
 }
 
-/// Lists the buffer declarations in the fields of the struct `set`, and gives each declared buffer
-/// the name of its field.
+/// Returns the buffer declarations in the fields of the struct `set` as a list, each named after
+/// its field.
 pub(super) fn list_buffer_specs<S: BufferSet<BufferSpec>>(set: S) -> Vec<BufferSpec> {
     let (mut specs, mut names) = (Vec::new(), Vec::new());
     set.append_fields(&mut specs);
@@ -96,30 +97,29 @@ pub(super) fn list_buffer_specs<S: BufferSet<BufferSpec>>(set: S) -> Vec<BufferS
     specs.iter().zip(names).map(|(spec, name)| BufferSpec { name, ..*spec }).collect()
 }
 
-/// A struct with one field for each buffer of a model (a buffer set), in which `T` is the
-/// declaration of a buffer or a reference to the allocated one.
+/// A struct with one field of type `T` for each buffer of a model, where `T` is a declaration of a
+/// buffer or a reference to one.
 pub(super) trait BufferSet<T>: Sized {
-    /// Creates a buffer set (a struct with one field for each buffer) from the next items of
-    /// `values`, one for each field in order.
+    /// Creates a struct of buffers by taking one item from `values` for each field, in the order of
+    /// the fields.
     ///
     /// # Panics
     ///
     /// Panics if there are fewer values than fields.
     fn from_values(values: &mut impl Iterator<Item = T>) -> Self;
 
-    /// Appends the values of the fields of this buffer set (a struct with one field for each
-    /// buffer) to `values`.
+    /// Appends the values of all fields of this struct, one field for each buffer of a model, to
+    /// `values`.
     fn append_fields(self, values: &mut Vec<T>);
 
-    /// Appends the names of the fields of this buffer set (a struct with one field for each buffer)
-    /// to `names`.
+    /// Appends the names of all fields of this struct, one field for each buffer of a model, to
+    /// `names`.
     fn append_names(names: &mut Vec<&'static str>);
 }
 
-/// Declares a struct with one field for each buffer of a model (a buffer set), in which the type
-/// parameter `T` is a buffer's declaration or a reference to the buffer. Also implements
-/// [`BufferSet`] for the struct. The field `with name: Set` after the struct contains the buffers
-/// of another set.
+/// Declares a struct, generic over `T`, that has one field of type `T` for each buffer of a model.
+/// Also implements [`BufferSet`] for the struct. The field `with name: Set` after the struct
+/// contains the buffers of another set.
 macro_rules! declare_buffer_set {
     (
         $(#[$set_attribute:meta])*

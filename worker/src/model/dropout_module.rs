@@ -18,15 +18,15 @@ pub(super) struct DropoutModule {
 }
 
 impl DropoutModule {
-    /// Creates the dropout module with the name `name`, from which its random masks are derived,
-    /// and the dropout rate `rate`. `name` is the name of the module in transformers, which selects
-    /// the random numbers together with the run's seed.
+    /// Creates a dropout module with the rate `rate`, whose random masks are derived from `seed`
+    /// and `name`. `name` is the name of the module in transformers, which selects the random
+    /// numbers together with the run's seed.
     pub(super) fn new(rate: f64, seed: u64, name: &str) -> Self {
         DropoutModule { rate, stream: RandomStream::new(seed, Purpose::Dropout, name) }
     }
 
-    /// Returns the number of the first sample in `batch`, on which the dropout masks depend, or
-    /// `None` if the module drops no elements.
+    /// Returns the number in the run of the first sample of `batch`, or `None` if dropout is
+    /// inactive for this micro-batch.
     fn first_sample_if_active(&self, batch: &MicroBatch) -> Option<u64> {
         batch.first_sample.filter(|_| self.rate > 0.0)
     }
@@ -38,7 +38,7 @@ impl DropoutModule {
         Some(AttentionDropout { key: self.stream.key(), probability: self.rate, first_sequence: first })
     }
 
-    /// Returns the parameters with which ops drop elements of rows of width `width`, or `None` if
+    /// Returns the dropout parameters for activations with rows of `width` elements, or `None` if
     /// the module drops no elements.
     fn create_row_dropout(&self, batch: &MicroBatch, width: usize) -> Option<SampleDropout> {
         let first = self.first_sample_if_active(batch)?;

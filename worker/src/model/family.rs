@@ -1,5 +1,5 @@
-//! [`ModelFamily`]: the names of a model family, and the functions that read and create its
-//! config.json.
+//! [`ModelFamily`]: the names of a model family in job.yaml and config.json, and the functions that
+//! read and create the family's config.json.
 use super::{
     decoder::{DecoderConfig, Model},
     error::Result,
@@ -8,8 +8,8 @@ use super::{
 use jobspec::ModelSpec;
 use serde_json::{Map, Value, json};
 
-/// A model family that can be trained: its names, and the functions that read and create its
-/// config.json.
+/// A model family that can be trained: its names in job.yaml and config.json, and the functions
+/// that read and create the family's config.json.
 pub struct ModelFamily {
     /// The name of the family in job.yaml, equal to `model_type` of config.json.
     pub name: &'static str,

@@ -1,4 +1,5 @@
-//! [`HfConfigFields`]: typed access to the keys of a Hugging Face `config.json`.
+//! [`HfConfigFields`]: a reader for the keys of a Hugging Face `config.json`, which checks the
+//! types and ranges of the values.
 //!
 //! A key or value that is not implemented is rejected by name. No setting is approximated or
 //! silently ignored.
@@ -130,8 +131,8 @@ pub(super) fn set_dropout_rates(config: &mut Map<String, Value>, keys: &[&str], 
     config.extend(keys.iter().map(|key| (String::from(*key), Value::from(rate))));
 }
 
-/// Typed access to the keys of a Hugging Face config.json. Records the keys that were read, so that
-/// unknown keys can be rejected.
+/// A reader for the keys of a Hugging Face config.json, which checks the types and ranges of the
+/// values. Records the keys that were read, so that unknown keys can be rejected.
 ///
 /// A key with value null counts as absent, except for dropout rates.
 pub(super) struct HfConfigFields<'a> {
@@ -156,8 +157,8 @@ pub(super) fn invalid_value_error(
 }
 
 impl<'a> HfConfigFields<'a> {
-    /// Creates typed access to the keys and values `map` of a config.json, with no key recorded as
-    /// read.
+    /// Creates a reader for the keys and values `map` of a config.json, of which no key counts as
+    /// read yet.
     pub(super) fn new(map: &'a Map<String, Value>) -> Self {
         HfConfigFields { map, read_keys: RefCell::default() }
     }

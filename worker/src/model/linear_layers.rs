@@ -26,15 +26,15 @@ pub(super) struct LinearLayers {
 }
 
 impl LinearLayers {
-    /// Creates the computation of the layers' matmuls without LoRA adapters, where all weight
-    /// matrices get gradients. `is_transposed` selects the storage order of matrices
+    /// Creates the description of the layers' matmuls, at first without LoRA adapters and with
+    /// gradients for all weight matrices. `is_transposed` selects the storage order of matrices
     /// ([`LinearFormat`]).
     pub(super) fn new(is_transposed: bool) -> Self {
         let format = LinearFormat { precision: LinearPrecision::default(), is_transposed };
         LinearLayers { format, adapters: Vec::new(), needs_grad: Vec::new() }
     }
 
-    /// Adds LoRA adapters to those weight matrices of the layers that the config `lora` selects.
+    /// Adds LoRA adapters to the weight matrices that the targets in the config `lora` select.
     ///
     /// # Errors
     ///
@@ -66,8 +66,8 @@ impl LinearLayers {
         !self.adapters.is_empty()
     }
 
-    /// Adds the parameters of the LoRA adapters of layer number `layer` to `unit`, the layer's
-    /// parameters that are gathered together, and returns the result.
+    /// Returns `unit`, the parameters of layer number `layer`, extended by the parameters of the
+    /// layer's LoRA adapters.
     pub(super) fn append_adapter_params(&self, layer: usize, unit: ParamUnit) -> ParamUnit {
         match self.adapters.get(layer) {
             Some(adapters) => adapters.append_params(unit),
@@ -81,9 +81,9 @@ impl LinearLayers {
         declare_lora_scratch(&self.adapters, rows)
     }
 
-    /// Limits the backward pass to the gradients of those weight matrices that are trained, at
-    /// least in part. `layers` are the parameter units of the layers, and `linears` their matmuls
-    /// by [`LinearLayout::index`].
+    /// Makes the backward pass skip the gradients of weight matrices without trained elements,
+    /// which `layers` mark. `layers` are the parameter units of the layers, and `linears` their
+    /// matmuls by [`LinearLayout::index`].
     pub(super) fn set_trained_params(&mut self, layers: &[ParamUnit], linears: [&LinearLayout; 4]) {
         let is_trained = |unit: &ParamUnit, linear: &LinearLayout| {
             linear.weight.end <= unit.len() && unit.has_trained_elements_in(linear.weight.clone())
@@ -92,8 +92,8 @@ impl LinearLayers {
         self.needs_grad = layers.iter().map(needs_grad).collect();
     }
 
-    /// Returns the matmul whose weight matrices are at `layout` in the layer's parameters, which
-    /// `input` contains.
+    /// Returns the matmul of the layer in `input` whose weight matrices are stored at the ranges in
+    /// `layout`.
     pub(super) fn select_linear<'a>(&'a self, input: &'a LayerInput, layout: &'a LinearLayout) -> Linear<'a> {
         Linear { layers: self, input, layout }
     }

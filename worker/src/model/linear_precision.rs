@@ -33,8 +33,8 @@ pub(super) struct LinearFormat {
 /// The sizes of a matmul: number of rows, inputs per row, outputs per row.
 pub(super) type MatmulSizes = (usize, usize, usize);
 
-/// Wraps `x` as an operand of an fp8 matmul, which rounds it to the fp8 format `format`. The
-/// operand is read transposed if `transposed` is set.
+/// Describes `x` as an operand of an fp8 matmul, for which the matmul rounds `x` to the fp8 format
+/// `format`. The operand is read transposed if `transposed` is set.
 fn create_fp8_operand(x: View<'_>, format: Fp8Format, transposed: bool) -> Fp8Operand<'_> {
     Fp8Operand { x, format, transposed }
 }
@@ -82,9 +82,9 @@ impl LinearFormat {
         }
     }
 
-    /// Returns `dy`, the gradient of a linear layer's output, after rounding it to the precision of
-    /// the two matmuls of the backward pass that read it. If the backend rounds operands, writes
-    /// the rounded gradient to `buffer`, once for both matmuls.
+    /// Rounds `dy`, the gradient of a linear layer's output, to the data type that the matmuls of
+    /// the backward pass read, except for fp8. If the backend rounds operands, writes the rounded
+    /// gradient to `buffer`, once for both matmuls.
     pub(super) fn round_gradient<'a>(self, ops: &dyn Ops, dy: View<'a>, buffer: &'a mut Buf) -> View<'a> {
         match self.precision {
             LinearPrecision::ComputeDtype => ops.convert_to_matmul_dtype(dy, buffer),

@@ -128,8 +128,8 @@ declare_buffer_set! {
     }
 }
 
-/// References to the buffers for temporary values of LoRA adapters, for the computation of one
-/// block of the model.
+/// Mutable references to the scratch buffers of LoRA adapters, which the computation of one layer
+/// borrows.
 pub(super) type LoraScratch<'a> = LoraScratchBuffers<&'a mut Buf>;
 
 /// Creates the LoRA adapters of each layer, for those matrices that the job's LoRA targets select.
@@ -201,8 +201,8 @@ impl LayerAdapters {
         LayerAdapters { groups, params, rank, scale, dropout_rate: spec.dropout.unwrap_or(0.0) }
     }
 
-    /// Adds the parameters of this layer's LoRA adapters to `unit`, the layer's parameters that are
-    /// gathered together, and returns the result.
+    /// Returns `unit`, the parameters of this layer, extended by the parameters of the layer's LoRA
+    /// adapters.
     pub(super) fn append_params(&self, unit: ParamUnit) -> ParamUnit {
         ParamUnit::new(unit.name, unit.params.into_iter().chain(self.params.iter().cloned()).collect())
     }
@@ -310,8 +310,8 @@ impl LayerAdapters {
         has_dropout
     }
 
-    /// Writes a LoRA adapter's scaled matrix B (`s·B`) to the rows of `padded_b` for the columns
-    /// that the adapter changes in the matmul's output, and zeros to all other rows.
+    /// Writes a LoRA adapter's scaled matrix B into `padded_b`, a matrix with one row per output
+    /// column of the matmul, and zeros the remaining rows.
     fn write_scaled_padded_b(
         &self,
         ops: &dyn Ops,
@@ -332,9 +332,10 @@ impl LayerAdapters {
         batch.first_sample.is_some() && self.dropout_rate > 0.0
     }
 
-    /// Returns the dropout of a LoRA adapter's input, `[rows, inputs]`, for the micro-batch
-    /// `batch`. The mask depends on the run's seed, the module, the sample's number in the run and
-    /// the position in the sample. The mask does not depend on rank or micro-batch.
+    /// Returns the settings with which dropout is applied to a LoRA adapter's input, `[rows,
+    /// inputs]`, in the micro-batch `batch`. The mask depends on the run's seed, the module, the
+    /// sample's number in the run and the position in the sample. The mask does not depend on rank
+    /// or micro-batch.
     fn create_adapter_dropout(&self, ad: &LoraAdapter, inputs: usize, batch: &MicroBatch) -> SampleDropout {
         SampleDropout {
             key: ad.rng.key(),

@@ -33,8 +33,8 @@ fn find_model_family(config: &Map<String, Value>) -> Result<&'static ModelFamily
     }
 }
 
-/// Those values of a model directory's config.json that are compared with the job before it starts:
-/// family, vocabulary size and number of positions.
+/// The family, vocabulary size and largest sequence length that a model directory's config.json
+/// states, for checks before a job starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelConfigSummary {
     /// The name of the model family.
@@ -45,8 +45,8 @@ pub struct ModelConfigSummary {
     pub max_positions: u32,
 }
 
-/// Reads those values of a model directory's config.json that are compared with the job before it
-/// starts: family, vocabulary size and number of positions.
+/// Reads the family, vocabulary size and largest sequence length from a model directory's
+/// config.json, for checks before a job starts.
 ///
 /// # Errors
 ///

@@ -12,7 +12,8 @@ use device::{
 use jobspec::ExpertsSpec;
 use std::ops::Range;
 
-/// The sizes of the experts in mixture-of-experts layers, which are equal in all these layers.
+/// The number, widths and router options of the experts in each mixture-of-experts layer of a
+/// model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertShape {
     /// The number of experts of a layer.
@@ -57,9 +58,9 @@ impl ExpertShape {
         self.build_expert_groups(rows, 2 * self.intermediate * self.hidden)
     }
 
-    /// Returns the arguments of a grouped matmul: for each expert, the range of its rows, and where
-    /// its matrix begins in the flat vector with the parameters of all experts. `offset` is where
-    /// the matrix begins among the parameters of one expert.
+    /// Returns for each expert the range of its rows and the start of its matrix in the flat vector
+    /// of all experts' parameters, as arguments of a grouped matmul. `offset` is where the matrix
+    /// begins among the parameters of one expert.
     fn build_expert_groups(&self, rows: &[Range<usize>], offset: usize) -> Vec<RowGroup> {
         let group = |(i, r): (usize, &Range<usize>)| RowGroup {
             rows: r.clone(),
@@ -122,9 +123,8 @@ impl RouterOutput {
         ops.router_forward(probs, weights, self.lse.view_mut(), &mut self.selected_experts, logits, router);
     }
 
-    /// Computes the gradient of the router's logits, `dlogits`, `[rows, experts]`, from the
-    /// gradients in `grads`: those of the experts' factors for each token, and those of the router
-    /// losses.
+    /// Computes `dlogits`, `[rows, experts]`, the gradient of the router's logits, from the
+    /// gradients of the router's output weights and of the router losses.
     pub(super) fn router_backward(
         &self,
         ops: &dyn Ops,
@@ -143,8 +143,8 @@ impl RouterOutput {
     }
 }
 
-/// The gradients that the backward pass of a layer's router and attention reads: of the experts'
-/// inputs, of the factors that multiply the experts' outputs, and of the router losses.
+/// The gradients that the router and attention of a layer receive in the backward pass, from the
+/// layer's experts and from the router losses.
 pub struct RouterBackwardGrads<'a> {
     /// The gradients of the experts' inputs, one row for each token and each of its selected
     /// experts, `[dispatched rows, hidden]`.
@@ -200,9 +200,9 @@ pub fn experts_forward(
     ops.grouped_forward(out, act.as_view(), e.params, &shape.build_down_groups(e.expert_ranges), d, f);
 }
 
-/// The inputs and outputs of that part of the experts' backward pass which computes the gradients
-/// of the experts' inputs but not of their parameters. A row belongs to one token that was
-/// dispatched to one expert. Rows are sorted by expert.
+/// The inputs, outputs and scratch memory with which the backward pass computes the gradients of
+/// the experts' inputs (not of their parameters). A row belongs to one token that was dispatched to
+/// one expert. Rows are sorted by expert.
 pub struct ExpertBackwardBuffers<'a> {
     /// The outputs of the gate and up projections that [`experts_forward`] computed, `[rows,
     /// 2·intermediate]`.
@@ -305,8 +305,8 @@ pub fn compute_expert_param_gradients(
     ops.grouped_backward_weight(grads, g.dy, g.act, &downs, d, f);
 }
 
-/// Statistics of one micro-batch for the router losses (load-balancing loss and z-loss): how often
-/// the routers of all layers selected each expert, and the sums from which the losses are computed.
+/// The statistics of one micro-batch from which the router losses are computed, such as how often
+/// the routers selected each expert.
 ///
 /// The load-balancing loss is that of transformers' `load_balancing_loss_func`: `experts · Σ_e f_e
 /// · P_e` over the rows of all layers together. `f_e` is the number of selections of expert e per
@@ -327,8 +327,8 @@ pub struct RouterStats {
     copied: Event,
 }
 
-/// The sum of the router losses of a micro-batch, or, while it is not known, a copy in progress of
-/// the sums from which it is computed.
+/// The total router loss of a micro-batch: either the value, or a pending copy to the host of the
+/// sums that determine the value.
 pub enum PendingRouterLoss {
     /// The sum of the router losses.
     Known(f64),
@@ -341,8 +341,8 @@ pub enum PendingRouterLoss {
     },
 }
 
-/// How often the router of one layer selected each expert in the micro-batch, and the sums over its
-/// tokens from which the router losses are computed.
+/// The statistics of one layer's router for a micro-batch: selections of each expert, summed
+/// probabilities, and summed squared log-sum-exps.
 #[derive(Clone)]
 struct LayerRouterStats {
     /// For each expert, the number of tokens for which the router selected the expert.
@@ -379,8 +379,8 @@ impl RouterStats {
         self.layers.len() * (self.shape.experts + 1)
     }
 
-    /// Replaces the router statistics of one layer, the one with number `index` among the layers
-    /// with experts, by those of `routing`, the output of its router. Does not wait for a device.
+    /// Replaces the stored statistics of mixture-of-experts layer number `index` by those of
+    /// `routing`, the output of the layer's router. Does not wait for a device.
     pub fn record_layer(&mut self, ops: &dyn Ops, index: usize, routing: &RouterOutput) {
         let t = &mut self.layers[index];
         t.selection_counts.fill(0);
@@ -397,8 +397,8 @@ impl RouterStats {
         t.lse_squares = lse.host_slice().iter().map(|&l| f64::from(l) * f64::from(l)).sum();
     }
 
-    /// Enqueues on the device the sums over the tokens from which the router losses are computed,
-    /// for the layer with number `index` among those with experts.
+    /// Starts to sum the router's probabilities and squared log-sum-exps over the tokens on the
+    /// device, for mixture-of-experts layer number `index`.
     fn sum_layer_on_device(&mut self, ops: &dyn Ops, index: usize, routing: &RouterOutput) {
         let (experts, sums) = (self.shape.experts, self.count_device_sums());
         if self.device_sums.len() < sums {
@@ -413,9 +413,9 @@ impl RouterStats {
         ops.dot_rows(squares.reborrow(), routing.lse.view(), routing.lse.view(), self.rows);
     }
 
-    /// Starts to copy the sums from which the router losses are computed to the host, as copy
-    /// number `copy` of at most `capacity` in a step. On the CPU, returns the router losses at
-    /// once.
+    /// Starts to copy the sums that determine a micro-batch's router losses from the device to the
+    /// host. `copy` is the number of this copy within the step, below `capacity`. On the CPU,
+    /// returns the router losses at once.
     pub fn start_loss_copy(&mut self, ops: &dyn Ops, copy: usize, capacity: usize) -> PendingRouterLoss {
         if ops.is_host() {
             return PendingRouterLoss::Known(self.compute_loss());
@@ -436,8 +436,8 @@ impl RouterStats {
         self.copied.make_stream_wait();
     }
 
-    /// Returns the sum of the router losses of the micro-batch of `pending`, after waiting for the
-    /// copies of sums from which it is computed, if necessary.
+    /// Waits for the copy from the device that `pending` describes, if there is one, and returns
+    /// the micro-batch's summed router loss.
     pub fn finish_loss(&self, pending: &PendingRouterLoss) -> Result<f64, DeviceError> {
         let (copy, mean_selections) = match pending {
             PendingRouterLoss::Known(loss) => return Ok(*loss),
@@ -481,9 +481,9 @@ impl RouterStats {
         self.compute_loss_from_sums(&selections, &prob_sums, self.layers.iter().map(|t| t.lse_squares).sum())
     }
 
-    /// Computes the weighted sum of the load-balancing loss and the z-loss from three inputs: each
-    /// expert's average number of selections per token and MoE layer, each expert's sum of router
-    /// probabilities, and the sum of the squared log-sum-exps of the router logits.
+    /// Computes the weighted sum of the load-balancing loss and the z-loss from statistics of all
+    /// routers. `mean_selections` are each expert's selections per token and MoE layer, `prob_sums`
+    /// are each expert's summed probabilities, and `squares` is the sum of squared log-sum-exps.
     fn compute_loss_from_sums(&self, mean_selections: &[f64], prob_sums: &[f64], squares: f64) -> f64 {
         let mean_probs = prob_sums.iter().map(|sum| sum / self.count_routed_rows());
         let balance: f64 = mean_selections.iter().zip(mean_probs).map(|(share, mean)| share * mean).sum();
@@ -491,10 +491,10 @@ impl RouterStats {
             + self.coefficients.z * squares / self.count_routed_rows()
     }
 
-    /// Computes the gradients of the load-balancing loss and the z-loss, for the backward pass of a
-    /// router. The first is the gradient of `scale` × [`RouterStats::compute_loss`] with respect to
-    /// the probabilities of a row, which is equal for all rows. The second is the factor of Σ lse²
-    /// in the scaled loss.
+    /// Computes two gradients for a router's backward pass, that of the load-balancing loss and
+    /// that of the z-loss. The first is the gradient of `scale` × [`RouterStats::compute_loss`]
+    /// with respect to the probabilities of a row, which is equal for all rows. The second is the
+    /// factor of Σ lse² in the scaled loss.
     pub fn compute_loss_gradient(&self, scale: f64) -> (Vec<f32>, f32) {
         let factor = scale * self.coefficients.aux * self.shape.experts as f64 / self.count_routed_rows();
         let balance = self.mean_selections_by_expert().map(|share| (factor * share) as f32).collect();

@@ -236,8 +236,8 @@ impl Llama3Scaling {
         Ok(rule)
     }
 
-    /// Scales `inverse`, the frequency in radians per position of a pair of elements, for longer
-    /// sequences as Llama 3.1 does.
+    /// Adjusts `inverse`, the rotation frequency of one pair of head elements in radians per
+    /// position, for longer sequences by the method of Llama 3.1.
     fn scale_frequency(&self, inverse: f32) -> f32 {
         let (low, high, old) =
             (self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings);

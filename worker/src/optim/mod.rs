@@ -27,8 +27,8 @@ use std::{collections::HashMap, io, ops::Range, path::PathBuf};
 use stochastic_bf16::{StochasticUpdate, update_in_f32};
 use update_rule::UpdateInputs;
 
-/// Parameters with equal optimizer settings, with these settings in the form in which checkpoints
-/// store them.
+/// The names and the optimizer settings of one group of parameters, in the form that checkpoints
+/// store.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct ParamGroup {
     /// The name of the group: `decay` or `no_decay`, or `group 1` or `group 1 no_decay` for entry 1
@@ -48,8 +48,8 @@ pub struct ParamGroup {
     pub params: Vec<String>,
 }
 
-/// The values that are the same for the updates of all parameters in one optimizer step: learning
-/// rate, step number, and the number by which gradients are multiplied.
+/// The learning rate, the step number and the gradient scale of one optimizer step, which apply to
+/// the updates of all parameters.
 #[derive(Clone, Copy, Debug)]
 pub struct StepInputs {
     /// The learning rate of this step for groups with an `lr_scale` of 1.
@@ -78,8 +78,8 @@ pub struct Optimizer {
     staging: StateStagingBuffers,
 }
 
-/// By which method (such as Muon or AdamW) and with which settings the optimizer updates one
-/// parameter.
+/// How the optimizer updates one parameter: the method (such as Muon or AdamW), the parameter
+/// group, and the number of missed updates.
 struct ParamUpdateSettings {
     /// The index of the parameter's group.
     group: usize,
@@ -89,8 +89,8 @@ struct ParamUpdateSettings {
 }
 
 impl ParamUpdateSettings {
-    /// Returns the settings, the learning rate and the number of updates with which this parameter
-    /// is updated in a step. `shape` is the parameter's shape.
+    /// Returns the optimizer settings, the learning rate and the update count that apply to this
+    /// parameter in the step `step`. `shape` is the parameter's shape.
     fn build_update_inputs<'a>(
         &self,
         spec: &'a OptimizerSpec,
@@ -147,8 +147,8 @@ impl Optimizer {
         })
     }
 
-    /// Sets by how many updates each parameter is behind the steps of the run because it was frozen
-    /// for a while: as `lags` states, and 0 for all others.
+    /// Sets for each parameter the number of updates that it missed while it was frozen, from
+    /// `lags` by name, or 0 for absent names.
     ///
     /// The bias correction of a parameter depends on the parameter's number of updates, which is
     /// smaller than the step if the parameter was frozen for a while.
@@ -157,8 +157,8 @@ impl Optimizer {
         params.for_each(|(p, update)| update.step_lag = lags.get(&p.name).copied().unwrap_or(0));
     }
 
-    /// Returns the names of the trained parameters that have missed updates of the run (because
-    /// they were frozen for a while), with the number of missed updates.
+    /// Returns the names of trained parameters that were frozen for some steps of the run, each
+    /// with the number of missed updates.
     pub fn collect_step_lags(&self, units: &[ParamUnit]) -> HashMap<String, u64> {
         let lags = units.iter().zip(&self.params).flat_map(|(u, updates)| {
             let trained = (0..u.params.len()).filter(|&i| u.is_trained(i));
@@ -188,8 +188,8 @@ impl Optimizer {
         self.evict_states(u);
     }
 
-    /// Allows the operating system to write optimizer states of parameter unit `u` (tensors that
-    /// are gathered together) that are kept in a file to disk and free their memory.
+    /// Lets the operating system write file-backed optimizer states of parameter unit `u` (tensors
+    /// that are gathered together) to disk and free their memory.
     pub fn evict_states(&self, u: usize) {
         self.units.get(u).into_iter().flat_map(|st| &st.roles).for_each(|states| states.vector.evict_pages());
     }
@@ -231,17 +231,16 @@ impl Optimizer {
         ParamGroup { name, lr: self.spec.lr * n.lr_scale, betas, eps, momentum, weight_decay, params }
     }
 
-    /// Returns whether the optimizer (such as Muon) needs gradients of whole tensors to update
-    /// parameter unit `u` (tensors that are gathered together), and not only those of this rank's
-    /// shard.
+    /// Returns whether the update of parameter unit `u` (tensors that are gathered together) needs
+    /// gradients of whole tensors, as Muon does, instead of only this rank's shard.
     pub fn needs_whole_gradient(&self, u: usize, unit: &ParamUnit) -> bool {
         (0..unit.params.len()).any(|i| unit.is_trained(i) && self.params[u][i].method.direction.is_some())
     }
 
-    /// Prepares the gradients of those tensors of parameter unit `u` that the optimizer (such as
-    /// Muon) needs whole, before ranks gather them; Muon replaces them by the momentum. On entry,
-    /// `grad` is the gradient of the trained elements in this rank's range of the unit. Overwrites
-    /// the elements of these parameters.
+    /// Prepares the gradients of the tensors in parameter unit `u` that an optimizer such as Muon
+    /// needs whole, before ranks gather the gradients. Muon replaces the gradients by the momentum.
+    /// On entry, `grad` is the gradient of the trained elements in this rank's range of the unit.
+    /// Overwrites the elements of these parameters.
     ///
     /// If the range is not the whole unit, the caller must afterwards gather the changed `grad` of
     /// all ranks, and pass it to [`Optimizer::update_unit`].

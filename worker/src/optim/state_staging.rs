@@ -57,8 +57,8 @@ impl StateStagingBuffers {
     }
 
     /// Returns the optimizer states of parameter unit `u` (tensors that are gathered together) in
-    /// device memory, and copies offloaded states there first. Copies offloaded states to this
-    /// memory if [`StateStagingBuffers::prefetch`] has not done so.
+    /// device memory, where they can be updated. Copies offloaded states to this memory if
+    /// [`StateStagingBuffers::prefetch`] has not done so.
     pub(super) fn fetch_to_device<'a>(
         &'a mut self,
         ops: &dyn Ops,

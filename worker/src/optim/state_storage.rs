@@ -63,7 +63,7 @@ impl StateVector {
         self.len() == 0
     }
 
-    /// Waits until no copy of these optimizer states between offload storage and device runs, and
+    /// Waits for running copies of these optimizer states between offload storage and device, and
     /// returns the states for reading. The states are invalid if the status of the backend is a
     /// failure.
     pub fn view(&self) -> View<'_> {

@@ -20,8 +20,8 @@ pub(super) struct StochasticUpdate {
     chunk: Buf,
 }
 
-/// Computes the length of the fp32 buffer through which bf16 weights are updated: that of the
-/// longest trained part of a tensor, at most [`MAX_CHUNK_ELEMENTS`].
+/// Computes the length of the fp32 buffer for updates of bf16 weights: the longest trained part of
+/// a tensor, but at most [`MAX_CHUNK_ELEMENTS`].
 pub fn compute_update_chunk_len<'a>(ranges: impl Iterator<Item = (&'a ParamUnit, Range<usize>)>) -> usize {
     let largest = |(unit, range): (&ParamUnit, Range<usize>)| {
         unit.list_trained_segments(range).iter().map(|s| s.flat.len()).max().unwrap_or(0)
@@ -68,8 +68,8 @@ impl StochasticUpdate {
     }
 }
 
-/// Updates the weights `p`, a part of one tensor, with the callback `update`, which gets fp32
-/// values: the weights or an fp32 copy of a chunk of bf16 weights.
+/// Updates the weights `p`, a part of one tensor, by calling `update` with the weights as fp32
+/// values.
 ///
 /// If `rounding` is `Some`, `p` has bf16 weights, and `update` is called for each chunk
 /// ([`StochasticUpdate::update_in_chunks`]). If `rounding` is `None`, `update` is called once, with

@@ -24,9 +24,10 @@ pub struct SameKindStates {
     pub(super) vector: StateVector,
 }
 
-/// Where the vector of optimizer states of one kind contains the states of each parameter: first
-/// states that are sharded among ranks, then those that every rank has. In these segments, `flat`
-/// is the range in the state vector.
+/// The positions of each parameter's states in a vector of optimizer states of one kind, such as
+/// first moments. The segments of states that are sharded among ranks come first, followed by the
+/// segments of states that every rank has. In these segments, `flat` is the range in the state
+/// vector.
 pub(super) struct StateLayout {
     role: TensorRole,
     sharded: Vec<Segment>,
@@ -34,8 +35,8 @@ pub(super) struct StateLayout {
 }
 
 impl StateLayout {
-    /// Determines where the vector of optimizer states of one kind contains the states of the
-    /// trained parameters in a range of a unit's concatenated tensors.
+    /// Computes the position of each trained parameter's states in a vector of states of the kind
+    /// `role`, for the range `range` of `unit`'s concatenated tensors.
     pub(super) fn new(role: TensorRole, unit: &ParamUnit, range: Range<usize>) -> Self {
         let (mut sharded, mut replicated) = (Vec::new(), Vec::new());
         for part in unit.list_trained_segments(range) {
@@ -57,20 +58,20 @@ impl StateLayout {
         StateLayout { role, sharded, replicated }
     }
 
-    /// Returns the number of those optimizer states in the vector that are sharded among ranks.
+    /// Returns how many elements of the optimizer state vector are sharded among ranks, in contrast
+    /// to elements that every rank stores.
     fn sharded_len(&self) -> usize {
         self.sharded.last().map_or(0, |s| s.flat.end)
     }
 
-    /// Returns the number of elements of the vector of optimizer states, those that are sharded
-    /// among ranks and those that every rank has.
+    /// Returns the length of this rank's vector of optimizer states in elements, which includes
+    /// sharded and replicated states.
     pub(super) fn len(&self) -> usize {
         self.replicated.last().map_or(self.sharded_len(), |s| s.flat.end)
     }
 
-    /// Lists the parts of the vector of optimizer states that belong to the range `shard` of the
-    /// unit's concatenated tensors; states that every rank has are left out. They are adjacent in
-    /// the state vector.
+    /// Lists where the state vector contains the sharded optimizer states for the range `shard` of
+    /// a parameter unit's concatenated tensors. They are adjacent in the state vector.
     fn list_sharded_segments(&self, unit: &ParamUnit, shard: Range<usize>) -> Vec<Segment> {
         let in_vector = |part: Segment| {
             let i = self.sharded.binary_search_by_key(&part.param, |s| s.param).ok()?;
@@ -81,8 +82,8 @@ impl StateLayout {
     }
 }
 
-/// Returns whether optimizer states of the kind `role` are divided among ranks like their
-/// parameter, or kept by every rank.
+/// Returns whether optimizer states of the kind `role` are sharded among ranks like the parameter
+/// `param`; otherwise every rank has them in full.
 fn is_sharded(role: TensorRole, param: &ParamSpec) -> bool {
     role.tensor_shape_for_weight(&param.shape).is_some_and(|shape| shape.len() == param.shape.len())
 }
@@ -141,18 +142,18 @@ impl SameKindStates {
         self.vector.view()
     }
 
-    /// Lists the parts of the optimizer states of this kind that a rank writes to checkpoints if it
-    /// owns the range `shard` of the parameter unit (tensors that are gathered together). The owner
-    /// of a parameter's first element writes its replicated states.
+    /// Lists the parts of the optimizer states of this kind that a rank with the shard `shard` of
+    /// `unit` writes to checkpoints. The owner of a parameter's first element writes its replicated
+    /// states.
     pub fn list_saved_segments(&self, unit: &ParamUnit, shard: Range<usize>) -> Vec<Segment> {
         let begins_in_shard = |s: &&Segment| shard.contains(&unit.tensor_range(s.param).start);
         let replicated = self.layout.replicated.iter().filter(begins_in_shard).cloned();
         self.layout.list_sharded_segments(unit, shard.clone()).into_iter().chain(replicated).collect()
     }
 
-    /// Returns the optimizer states of this kind that a rank reads from checkpoints if it owns the
-    /// range `shard` of the unit (tensors that are gathered together): its sharded states, and all
-    /// that every rank has. Each item has the segments of consecutive elements.
+    /// Returns the optimizer states of this kind that a rank with the shard `shard` of `unit` reads
+    /// from checkpoints, sharded and replicated ones separately. Each item has the segments of
+    /// consecutive elements.
     pub fn list_loaded_segments_mut(
         &mut self,
         unit: &ParamUnit,
@@ -170,8 +171,8 @@ impl SameKindStates {
         unit.list_trained_params().any(|p| is_sharded(self.layout.role, p))
     }
 
-    /// Copies the sharded optimizer states of the range `shard` of the unit (tensors that are
-    /// gathered together) to a new vector, in the order of the trained elements.
+    /// Copies the sharded optimizer states of the range `shard` to a new vector, which has one
+    /// element for each trained element of the range.
     pub fn pack_trained(&self, ops: &dyn Ops, unit: &ParamUnit, shard: Range<usize>) -> Buf {
         let trained = unit.to_trained_range(shard.clone());
         let mut packed = ops.zeroed(Dtype::F32, trained.len());
@@ -183,8 +184,8 @@ impl SameKindStates {
         packed
     }
 
-    /// Replaces the sharded optimizer states of this kind by those in the vector `whole`, which has
-    /// one element per trained element of the unit (tensors that are gathered together).
+    /// Overwrites this rank's sharded optimizer states of this kind from `whole`, a vector with one
+    /// element per trained element of the unit (tensors that are gathered together).
     pub fn unpack_trained(&mut self, ops: &dyn Ops, unit: &ParamUnit, whole: View) {
         for s in &self.layout.sharded {
             let start = find_trained_offset(unit, s);
@@ -194,8 +195,8 @@ impl SameKindStates {
     }
 }
 
-/// Returns the position of the first element of `s`, a part of a tensor, in the concatenated
-/// trained tensors of its parameter unit (tensors that are gathered together).
+/// Returns the position of the first element of `s`, a part of a trained tensor, in the
+/// concatenation of all trained tensors of `unit`.
 fn find_trained_offset(unit: &ParamUnit, s: &Segment) -> usize {
     unit.to_trained_offset(unit.tensor_range(s.param).start + s.elements.start)
 }
@@ -222,8 +223,8 @@ impl DeviceStates<'_> {
         self.select_states(param, |layout| &layout.replicated)
     }
 
-    /// Returns the optimizer states of parameter number `param` in the segments that the function
-    /// `list` selects: the sharded ones, or those that every rank has.
+    /// Returns either the sharded or the replicated optimizer states of parameter number `param`,
+    /// as the function `list` selects.
     fn select_states(&mut self, param: usize, list: fn(&StateLayout) -> &[Segment]) -> StateViews<'_> {
         let mut views = Vec::new();
         for (layout, vector) in &mut self.0 {
@@ -236,12 +237,13 @@ impl DeviceStates<'_> {
     }
 }
 
-/// Views of the optimizer states of one parameter, each with the kind of the state.
+/// Mutable slices of the optimizer states of one parameter, each with the kind of state, such as
+/// the first moment.
 pub(crate) struct StateViews<'a>(Vec<(TensorRole, ViewMut<'a>)>);
 
 impl<'a> StateViews<'a> {
-    /// Removes the optimizer state of the kind `role`, such as the first moment, from these views
-    /// and returns it.
+    /// Removes the optimizer state of the kind `role`, such as the first moment, from this
+    /// collection and returns the state.
     ///
     /// # Panics
     ///

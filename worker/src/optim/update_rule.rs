@@ -23,8 +23,8 @@ pub(super) trait UpdateRule {
     fn select_method(&self, shape: &[usize], is_in_layer: bool) -> UpdateMethod;
 }
 
-/// How an optimizer updates one parameter: a computation that needs the gradient of the whole
-/// tensor, if any, and an elementwise update.
+/// How an optimizer updates one parameter: an optional computation on the whole tensor's gradient,
+/// followed by an update of each element.
 #[derive(Clone, Copy)]
 pub(crate) struct UpdateMethod {
     /// Computes the direction of the update from the gradient of the whole tensor. `None` if the
@@ -40,8 +40,8 @@ pub(crate) struct UpdateMethod {
 pub(super) type ElementwiseUpdate =
     fn(ops: &dyn Ops, p: ViewMut, g: View, states: StateViews, inputs: &UpdateInputs<'_>);
 
-/// The part of an optimizer's update that needs the gradient of a whole tensor, such as Muon's
-/// orthogonalization; it computes the direction of the update.
+/// A computation, such as Muon's orthogonalization, that derives the direction of an update from
+/// the gradient of a whole tensor.
 pub(crate) trait WholeTensorUpdate: Sync {
     /// Returns the purpose, such as `Muon matrices`, that out-of-memory errors state for the memory
     /// in which the directions of updates are computed.
@@ -51,13 +51,12 @@ pub(crate) trait WholeTensorUpdate: Sync {
     /// the shape `shape`, for the memory estimate.
     fn count_allocated_elements(&self, shape: &[usize]) -> usize;
 
-    /// Converts consecutive elements of the gradient in place to what the computation of the
-    /// direction needs, before ranks gather the whole tensor. Updates the sharded states of these
-    /// elements.
+    /// Converts consecutive elements of the gradient in place, such as to the momentum, before
+    /// ranks gather the gradient of the whole tensor. Updates the sharded states of these elements.
     fn prepare_gradient(&self, ops: &dyn Ops, g: ViewMut, states: StateViews, inputs: &UpdateInputs<'_>);
 
-    /// Computes the direction in which a parameter is updated from `prepared`, the gradient of the
-    /// whole tensor after its preparation. Updates the replicated states.
+    /// Computes the direction in which a whole tensor is updated from `prepared`, the gathered
+    /// result of [`WholeTensorUpdate::prepare_gradient`]. Updates the replicated states.
     ///
     /// Every rank that updates a part of the tensor computes the whole direction, so the result
     /// does not depend on the sharding.
@@ -70,8 +69,8 @@ pub(crate) trait WholeTensorUpdate: Sync {
     ) -> Buf;
 }
 
-/// What an optimizer needs for the update of one parameter in addition to the gradient and the
-/// states: settings, learning rate and number of the update.
+/// The optimizer settings, learning rate, update number and other values with which one parameter
+/// is updated, apart from gradient and states.
 pub(crate) struct UpdateInputs<'a> {
     /// The optimizer's settings in the job.
     pub spec: &'a OptimizerSpec,

@@ -9,8 +9,8 @@ use crate::{
 };
 use device::Dtype;
 
-/// The number of bytes that an all-gather reads from the shared memory of one other rank: its two
-/// slots for exchanging data.
+/// The number of bytes of another rank's shared memory, two exchange slots, that an all-gather adds
+/// to this rank's resident memory.
 const PEER_CHUNK_BYTES: usize = 1 << 20;
 
 impl MemoryEstimator<'_> {
@@ -33,17 +33,18 @@ impl MemoryEstimator<'_> {
         (sent + 4 * received) as u64
     }
 
-    /// Computes the number of elements of the copy of its updated shard that a rank makes to send
-    /// it to other ranks. Returns 0 if parameters are sharded or there is one rank.
+    /// Computes the length, in elements, of the buffer into which a rank copies its updated
+    /// parameter shard before sending the shard to other ranks. Returns 0 if parameters are sharded
+    /// or there is one rank.
     pub(super) fn count_sent_shard_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         let is_sent = !policy.shard_parameters && self.world > 1;
         let largest = self.list_shard_lengths(rank).into_iter().max().unwrap_or(0) as u64;
         if is_sent { largest } else { 0 }
     }
 
-    /// Computes by how many bytes shared memory and buffers of collectives increase a rank's
-    /// resident memory. These are the shared memory that the rank reads and writes, and the private
-    /// buffer in which a reduction assembles pieces that are larger than a staging slot.
+    /// Computes how many bytes of a rank's resident memory collectives occupy, in shared memory and
+    /// in private buffers. These are the shared memory that the rank reads and writes, and the
+    /// private buffer in which a reduction assembles pieces that are larger than a staging slot.
     pub(super) fn count_collective_resident_bytes(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         if self.world == 1 {
             return 0;

@@ -64,8 +64,8 @@ impl MemoryEstimator<'_> {
             + self.count_written_gradient_elements(policy, rank, REDUCTIONS_IN_FLIGHT, |_| true)
     }
 
-    /// Computes the number of elements of all buffers into which backward passes write whole
-    /// gradients, with those that are still being reduced. Counts the gradients of units that
+    /// Computes the peak number of elements in buffers with whole gradients, both while gradients
+    /// are written and while they are still being reduced. Counts the gradients of units that
     /// `has_buffer` accepts. While a gradient is written, up to `in_flight` earlier gradients are
     /// still being reduced and keep their buffers.
     fn count_written_gradient_elements(
@@ -145,8 +145,8 @@ impl GradientBufferSimulation {
         }
     }
 
-    /// Simulates that a stack of `len` elements, the gradients of one rank's experts of a layer for
-    /// several micro-batches, is complete and is now reduced.
+    /// Simulates that a rank has summed the gradients of its experts of one layer over several
+    /// micro-batches, `len` elements in total, and starts their reduction.
     fn start_stack_reduction(&mut self, len: usize) {
         match self.free_stacks.checked_sub(1) {
             Some(left) => self.free_stacks = left,

@@ -23,8 +23,8 @@ use protocol::preflight::MemoryEstimate;
 /// A process with a tiny model takes 21 MiB. This constant is 3 MiB smaller, because the estimate
 /// of the operators' workspace is 3 MiB too high for small matmuls.
 const PROCESS_BYTES: u64 = 18 << 20;
-/// The size of the buffers, aligned for direct I/O, through which a rank writes its shard of a
-/// checkpoint to a file or reads it.
+/// The size in bytes of the buffers, aligned for direct I/O, through which a rank reads and writes
+/// its shard of a checkpoint.
 const CHECKPOINT_BUFFER_BYTES: u64 = 24 << 20;
 
 /// Estimates the peak memory of the ranks of a job, from the job, its model and the number of
@@ -195,8 +195,8 @@ impl MemoryEstimator<'_> {
         self.units.iter().map(trained).collect()
     }
 
-    /// Computes how many elements of offloaded optimizer states are in device memory at most at one
-    /// time while the optimizer updates parameters. `lengths` has the number of elements of each
+    /// Computes the largest number of offloaded optimizer state elements that are in device memory
+    /// at the same time during parameter updates. `lengths` has the number of elements of each
     /// unit.
     ///
     /// On the CPU, the states of two consecutive units are in memory at the same time, because
@@ -211,9 +211,8 @@ impl MemoryEstimator<'_> {
         pairs.or(lengths.first().copied()).unwrap_or(0) as u64
     }
 
-    /// Computes the largest number of elements that an optimizer such as Muon needs for gathered
-    /// gradients of whole tensors, in addition to its states. Also returns the purpose of this
-    /// memory.
+    /// Computes the number of elements that an optimizer such as Muon needs at most to gather and
+    /// process gradients of whole tensors. Also returns the purpose of this memory.
     ///
     /// These are the gathered gradient of the unit, and the larger of two buffers. One buffer
     /// contains the shard of the gradient that this rank sends, the other the direction of the
@@ -248,8 +247,9 @@ impl MemoryEstimator<'_> {
         4 * largest.min(rows.max(1 << 20)).max(b * t * self.model.sizes().qkv_width()) as u64
     }
 
-    /// Computes the size in bytes of temporary GPU memory: the workspace of matmuls, and the
-    /// largest of three buffers (logits, fp8 operands, attention) that are never used at once.
+    /// Computes the size in bytes of temporary GPU memory for matmuls, logits, fp8 operands and
+    /// attention. Counts the workspace of matmuls, and the largest of three buffers that are never
+    /// used at once.
     ///
     /// These are a chunk of logits with their gradients, the fp8 operands, and the workspace of
     /// cuDNN's attention.

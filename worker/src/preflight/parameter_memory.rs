@@ -1,5 +1,5 @@
-//! Estimates the peak memory of those parameters that a rank gets from other ranks, in buffers or
-//! through shared memory.
+//! Estimates how much memory a rank needs at most for parameters of other ranks, which are gathered
+//! into buffers or read in shared memory.
 use super::memory_estimator::MemoryEstimator;
 use crate::{
     model::MoeModel,
@@ -15,8 +15,8 @@ use jobspec::{HostSelection, WorkersPerHost};
 use std::collections::{HashMap, VecDeque};
 
 impl MemoryEstimator<'_> {
-    /// Returns the index of the output layer's parameter unit (tensors that are gathered together)
-    /// and, for each layer, the indices of its dense unit and of the unit with this rank's experts.
+    /// Finds which parameter units (tensors that are gathered together) contain the output layer
+    /// and, for each layer, the dense tensors and the experts of `rank`.
     pub(super) fn find_head_and_layer_units(&self, rank: usize) -> (usize, Vec<Vec<usize>>) {
         let head = self.model.sizes().layers + 1;
         let is_moe = |l: usize| MoeModel::from_model(self.model).is_some_and(|s| s.is_moe_layer(l));
@@ -86,7 +86,7 @@ impl MemoryEstimator<'_> {
     }
 
     /// Returns for each use of a parameter unit (tensors that are gathered together) whether the
-    /// unit is still in use when the next one is fetched.
+    /// use overlaps with that of the next unit.
     ///
     /// The unit is still in use if it is the head's unit with a tied embedding or, in a backward
     /// pass, a layer's unit with its experts.
@@ -119,9 +119,9 @@ impl MemoryEstimator<'_> {
         one_host && !cluster.trains_on_gpus()
     }
 
-    /// Computes how many elements of other ranks' shards a rank maps into its memory at most at one
-    /// time, while it uses the units in `fetches`. `peer_elements` returns, for the index of a
-    /// unit, the number of the unit's elements that other ranks own.
+    /// Computes the peak number of elements in other ranks' shards that are mapped into this rank's
+    /// memory during the uses `fetches` of parameter units. `peer_elements` returns, for the index
+    /// of a unit, the number of the unit's elements that other ranks own.
     fn count_mapped_peer_elements(
         &self,
         fetches: &[PlannedFetch],

@@ -49,8 +49,8 @@ pub(super) fn arm_requested_fault_point(init: &WorkerInit) -> Result<()> {
     Ok(())
 }
 
-/// Returns the number of steps after which this rank must loop endlessly while it reads samples, or
-/// `None` unless the test variable `LAUNCH_FAULT` requests this fault.
+/// Returns the number of steps after which `LAUNCH_FAULT` makes this rank loop endlessly while
+/// reading samples, or `None` without this fault.
 pub(super) fn read_endless_loop_step(init: &WorkerInit) -> Result<Option<u64>> {
     match read_injected_fault(init)? {
         Some(InjectedFault::LoopsAfter(steps)) => Ok(Some(steps)),
@@ -58,8 +58,8 @@ pub(super) fn read_endless_loop_step(init: &WorkerInit) -> Result<Option<u64>> {
     }
 }
 
-/// Appends this rank and the number of fault points (places where a test can kill it) that it
-/// passed to the file that `LAUNCH_FAULT_COUNT` names.
+/// Appends this rank's number and its count of passed fault points (places where a test can kill
+/// the process) to the file that the variable `LAUNCH_FAULT_COUNT` names.
 pub(super) fn append_passed_fault_points(init: &WorkerInit) {
     let Some(path) = std::env::var_os(env::LAUNCH_FAULT_COUNT) else { return };
     let line = format!("{} {}\n", init.rank, ckpt::fault_points::count_passed_points());

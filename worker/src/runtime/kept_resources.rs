@@ -26,8 +26,8 @@ pub(super) struct KeptResources {
 }
 
 impl KeptResources {
-    /// Returns the memory that the ranks of this host share in an attempt (start of all workers):
-    /// first the inherited one, later one that the agent passes. Returns `None` if this process
+    /// Returns the shared memory of this host's ranks for an attempt (start of all workers), which
+    /// is inherited at first and later passed by the agent. Returns `None` if this process
     /// inherited none.
     pub(super) fn take_shared_memory(&mut self, session: &AgentSession) -> Result<Option<OwnedFd>> {
         match std::mem::replace(&mut self.has_taken_memory, true) {
@@ -51,8 +51,8 @@ impl KeptResources {
     }
 }
 
-/// Limits parallel work on CPUs apart from the training itself, such as initialisation and
-/// tokenizing, to `threads` threads.
+/// Limits the threads for initialization, tokenizing and other CPU work outside of the training
+/// steps to `threads`.
 fn limit_cpu_threads(threads: usize) -> Result<()> {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().map_err(|e| {
         Diagnostic::error(codes::training::WORKER_THREAD_FAILED, "cannot start the thread pool")

@@ -56,8 +56,8 @@ pub(super) fn connect_ranks_of_hosts(
     Ok(Arc::new(endpoint.join(&group, memory, TcpLimits { shm, ..TcpLimits::default() }, &stopper)?))
 }
 
-/// Builds the description of the group of ranks that this rank joins, from the addresses of all
-/// ranks that the controller of the run has sent. Fails if the list does not fit this rank.
+/// Converts the list of all ranks' addresses, which the controller of the run has sent, to the
+/// description of the group that this rank joins. Fails if the list does not fit this rank.
 fn build_peer_group(init: &WorkerInit, peers: WorkerPeers) -> Result<GroupSpec> {
     let rank = init.rank as usize;
     let is_on_this_host =
@@ -102,9 +102,8 @@ fn raise_open_file_limit(world: usize) -> Result<()> {
     Ok(resource::setrlimit(resource::Resource::RLIMIT_NOFILE, needed, hard).map_err(failed)?)
 }
 
-/// Finds the address of this host on which this rank listens for connections of other ranks, by the
-/// network interface that `cluster.interface` of job.yaml names. Also returns the reason for the
-/// selection.
+/// Finds the network address of this host on which this rank accepts connections of other ranks, as
+/// `cluster.interface` of job.yaml selects. Also returns the reason for the selection.
 fn find_listen_address(wanted: &InterfaceSelector) -> Result<(IpAddr, String)> {
     let interfaces = getifaddrs().map_err(|e| {
         let message = "cannot list the network addresses of this host";
@@ -123,8 +122,9 @@ fn find_listen_address(wanted: &InterfaceSelector) -> Result<(IpAddr, String)> {
     Ok(select_listen_address(wanted, ssh.as_deref(), &addresses)?)
 }
 
-/// Selects from all addresses of this host the one on which this rank listens for connections of
-/// other ranks. Also returns the reason for the selection. `ssh` is the value of `SSH_CONNECTION`.
+/// Selects from `addresses` the address on which this rank accepts connections of other ranks, as
+/// the interface setting `wanted` of the job requires. Also returns the reason for the selection.
+/// `ssh` is the value of `SSH_CONNECTION`.
 fn select_listen_address(
     wanted: &InterfaceSelector,
     ssh: Option<&str>,

@@ -73,10 +73,10 @@ impl SampleSets {
             .into())
     }
 
-    /// Opens the training and evaluation data on the ranks that have not opened them: first on rank
-    /// 0, which tokenizes them into a file, then on the others. Rank 0 builds the token caches
-    /// (files with the tokens) first, and then the other ranks use them. Returns the first rank
-    /// whose data differ from those of rank 0. Collective: every rank must call it.
+    /// Opens the training and evaluation data on rank 0, and then on all other ranks, unless a rank
+    /// has opened the data in an earlier attempt. Rank 0 builds the token caches (files with the
+    /// tokens) first, and then the other ranks use them. Returns the first rank whose data differ
+    /// from those of rank 0. Collective: every rank must call it.
     fn open_in_turns(
         opened: &mut Option<Self>,
         train: &TrainSpec,

@@ -41,29 +41,29 @@ const MESSAGE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The longest wait of a rank until all ranks of the job accept connections. Ranks start at about
 /// the same time.
 const PEERS_TIMEOUT: Duration = Duration::from_secs(120);
-/// How long a rank whose collective failed before the first step waits for a stop request, which
-/// would explain the failure. The request reaches all ranks at about the same time.
+/// How long a rank waits for a stop request after one of its collectives has failed before the
+/// first step. The request reaches all ranks at about the same time.
 const STOP_ARRIVAL_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time between two checks whether the agent (launch's process on the host) has requested this
 /// rank to stop.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// How long a rank whose collectives were aborted by another rank waits for the agent (launch's
-/// process on the host) to end the attempt, before it reports the failure itself. The controller
-/// then learns of the failed rank or host first.
+/// How long a rank whose collectives another rank aborted waits before it reports the failure to
+/// the agent (launch's process on the host). The controller then learns of the failed rank or host
+/// first.
 const ABORT_ARRIVAL_TIME: Duration = Duration::from_millis(100);
-/// How long a rank whose collectives were aborted waits for the decision whether its process stays
-/// alive for the next attempt (start of all workers). The controller may need this long to notice
-/// that a host is lost.
+/// How long a rank whose collectives were aborted waits until the controller decides whether the
+/// rank's process is kept for the next attempt (start of all workers). The controller may need this
+/// long to notice that a host is lost.
 const LEAVE_DECISION_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest time for sending the user the notice that a run stopped before its first step. After
 /// it, the run stops without the notice.
 const STOP_NOTICE_TIMEOUT: Duration = Duration::from_secs(1);
-/// The reason that a rank reports for the end of its attempt if its agent (launch's process on the
-/// host) has ended.
+/// The abort reason that a rank reports if the connection to its agent (launch's process on the
+/// host) is closed.
 const AGENT_ENDED_REASON: &str = "the agent closed the control connection";
 
-/// How far this rank is in preparing its first step, which decides whether a stop request ends the
-/// process at once.
+/// The state of this rank before its first step (preparing, waiting for other ranks, or training),
+/// which decides how a stop request is handled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FirstStepReadiness {
     /// The rank prepares data, model or checkpoint. A stop request ends the process, because no
@@ -76,9 +76,9 @@ enum FirstStepReadiness {
     Training,
 }
 
-/// The requests of the agent (launch's process on the host) to stop, save or reload the job file
-/// that this worker has received and not handled yet. Reloads and saves take effect at the next
-/// step boundary. A stop also ends evaluations and gathers early.
+/// The pending requests of the agent (launch's process on the host) to this worker: to stop, to
+/// save, or to apply changed job values. Reloads and saves take effect at the next step boundary. A
+/// stop also ends evaluations and gathers early.
 #[derive(Default)]
 pub(super) struct AgentRequests {
     stop: AtomicBool,
@@ -125,8 +125,8 @@ impl AgentRequests {
         self.take_reload_values();
     }
 
-    /// Stores the values of a job file that the user changed during the run, which the next step
-    /// applies.
+    /// Stores values of a job file that the user changed during the run, for the training loop to
+    /// apply before the next step.
     fn store_reload_values(&self, values: ReloadValues) {
         *self.reload_values.lock().unwrap_or_else(PoisonError::into_inner) = Some(values);
     }
@@ -172,8 +172,8 @@ struct Inbox {
 /// (launch's process on the host) aborts the attempt.
 type AbortHandler = Box<dyn Fn(&str) + Send>;
 
-/// The functions that end blocked operations when the agent (launch's process on the host) aborts
-/// the attempt, and the reason once it has happened.
+/// The functions to call when the agent (launch's process on the host) aborts the attempt, and the
+/// reason of an abort that has happened.
 #[derive(Default)]
 struct AbortHandlers {
     handlers: Vec<AbortHandler>,
@@ -316,9 +316,9 @@ impl AgentSession {
         }
     }
 
-    /// Passes the instructions for the next attempt (start of all workers) to the training thread,
-    /// if this rank has left its last attempt. Requests that arrive after `init` are for the new
-    /// attempt.
+    /// Starts the next attempt (start of all workers) on this rank by passing the instructions
+    /// `init` to the waiting training thread. Does nothing if this rank has not left its last
+    /// attempt. Requests that arrive after `init` are for the new attempt.
     fn begin_attempt(&self, init: Box<WorkerInit>) {
         let mut inbox = self.lock_inbox();
         if !inbox.has_left {
@@ -337,9 +337,8 @@ impl AgentSession {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until the function `take` finds what it needs among the received messages, this start
-    /// of the workers (attempt) is aborted, or the time `limit` has passed. Returns `None` after an
-    /// abort or the limit.
+    /// Waits until `take` returns a value from the received messages, this attempt (start of all
+    /// workers) is aborted, or `limit` has passed. Returns `None` after an abort or the limit.
     fn wait_for_message<T>(
         &self,
         limit: Duration,
@@ -365,8 +364,8 @@ impl AgentSession {
         self.aborts.lock().unwrap_or_else(PoisonError::into_inner).reason.clone()
     }
 
-    /// Waits up to [`LEAVE_DECISION_TIMEOUT`] for the decision whether this process stays alive
-    /// after the failure `error` and takes part in the next attempt (start of all workers).
+    /// Returns whether this process stays alive after the failure `error` and waits for the next
+    /// attempt (start of all workers). Waits up to [`LEAVE_DECISION_TIMEOUT`] for the decision.
     ///
     /// Only a rank on a CPU leaves, and only if `error` is the consequence of another failure.
     pub(super) fn wait_for_leave_decision(&self, error: &Error, init: &WorkerInit) -> bool {
@@ -418,8 +417,8 @@ impl AgentSession {
         receive_file_descriptor(socket).map_err(failed)
     }
 
-    /// Records that this rank was requested to save and stop, or ends the process at once if it
-    /// still prepares its first step.
+    /// Records the request to save a checkpoint and stop, or ends the process immediately if this
+    /// rank has not prepared its first step yet.
     ///
     /// The preparation may take long (tokenizing, reading a checkpoint), and no part of it is lost
     /// that a kill would not lose. The other ranks get the same request.
@@ -450,8 +449,9 @@ impl AgentSession {
         Ok(!is_stopping)
     }
 
-    /// Returns whether the error `error` of a collective only means that another rank stopped on
-    /// request before the first step. Waits up to [`STOP_ARRIVAL_TIMEOUT`] for the request.
+    /// Returns whether `error`, the failure of a collective, was caused by another rank that
+    /// stopped on request before the first step. Waits up to [`STOP_ARRIVAL_TIMEOUT`] for the
+    /// request.
     pub(super) fn is_stopped_before_first_step(&self, error: &Error) -> bool {
         let readiness = *self.readiness.lock().unwrap_or_else(PoisonError::into_inner);
         if readiness == FirstStepReadiness::Training || error.to_worker_exit() != WorkerExit::Aborted {
@@ -486,9 +486,9 @@ impl AgentSession {
         _ = write.set_write_timeout(Some(STOP_NOTICE_TIMEOUT)).and_then(|()| write.write_all(&frame));
     }
 
-    /// Adds a function that ends blocked operations and is called when the agent (launch's process
-    /// on the host) aborts the attempt or ends. If the session was aborted already, calls the
-    /// handler immediately.
+    /// Registers `abort`, a function that ends blocked operations, to be called when the agent
+    /// (launch's process on the host) aborts the attempt or ends. If the session was aborted
+    /// already, calls the handler immediately.
     pub(super) fn add_abort_handler(&self, abort: impl Fn(&str) + Send + 'static) {
         let mut aborts = self.aborts.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(reason) = &aborts.reason {
@@ -497,9 +497,9 @@ impl AgentSession {
         aborts.handlers.push(Box::new(abort));
     }
 
-    /// Records the reason `reason` for which this start of the workers (attempt) was aborted, and
-    /// calls all functions that end blocked operations. `may_leave` states whether this rank may
-    /// leave the attempt and wait for the next one.
+    /// Aborts this attempt (start of all workers) on this rank for the reason `reason`, by calling
+    /// all functions that end blocked operations. `may_leave` states whether this rank may leave
+    /// the attempt and wait for the next one.
     fn call_abort_handlers(&self, reason: &str, may_leave: bool) {
         let mut aborts = self.aborts.lock().unwrap_or_else(PoisonError::into_inner);
         aborts.handlers.iter().for_each(|abort| abort(reason));
@@ -511,8 +511,8 @@ impl AgentSession {
         self.arrived.notify_all();
     }
 
-    /// Sends the addresses on which this rank accepts connections to the agent (launch's process on
-    /// the host), and waits for the addresses of all ranks.
+    /// Sends this rank's listen addresses to the agent (launch's process on the host), and waits
+    /// for the listen addresses of all ranks.
     pub(super) fn exchange_addresses(&self, addresses: Vec<SocketAddr>, attempt: u32) -> Result<WorkerPeers> {
         self.send_message(&FromWorker::Listening { addresses })?;
         let peers = self.wait_for_message(PEERS_TIMEOUT, |inbox| {
@@ -542,8 +542,8 @@ impl AgentSession {
         self.step.store(step, Relaxed);
     }
 
-    /// Sends what this rank does (its phase) and its number of completed steps to the agent
-    /// (launch's process on the host), also as a sign of life.
+    /// Sends this rank's phase (such as loading or training) and number of completed steps to the
+    /// agent (launch's process on the host), which also serves as a heartbeat.
     fn send_progress(&self) -> Result<()> {
         let phase = *self.phase.lock().unwrap_or_else(PoisonError::into_inner);
         self.send_message(&FromWorker::Progress { phase, step: self.step.load(Relaxed) })

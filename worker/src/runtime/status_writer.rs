@@ -22,8 +22,8 @@ use std::{
 #[derive(Default)]
 pub(super) struct StatusWriter(Mutex<RankStatusSlot>);
 
-/// The part of the shared memory that contains what this rank does, and a copy of what was written
-/// last.
+/// The place of this rank's status in shared memory, together with the status that was written
+/// there last.
 #[derive(Default)]
 struct RankStatusSlot {
     /// The memory; `None` if the process inherited none.
@@ -84,8 +84,8 @@ impl StatusWriter {
         slot.write();
     }
 
-    /// Records in the status of this rank what the training thread does now, as the description of
-    /// a phase such as training.
+    /// Records in the shared status of this rank which phase, such as saving a checkpoint, the
+    /// training thread is in.
     pub(super) fn set_phase(&self, phase: WorkerPhase) {
         self.set_task(describe_phase(phase));
     }

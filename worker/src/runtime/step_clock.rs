@@ -1,11 +1,11 @@
-//! [`StepClock`]: measures how long the optimizer steps of this rank take, and how long it waits
-//! for collectives in them.
+//! [`StepClock`]: measures how long each optimizer step of this rank takes, and for how much of
+//! this time the rank waits for collectives.
 use crate::{train::step::RankStepReport, zero::collective_queue::CollectiveQueue};
 use protocol::step_times::RankTimes;
 use std::time::Duration;
 
-/// How long this rank's newest step took, and how long it waited for collectives, kept until the
-/// next exchange of losses reports both to the other ranks.
+/// The duration of this rank's newest step and its waiting time for collectives, kept until both
+/// are reported to the other ranks.
 #[derive(Debug, Default)]
 pub(super) struct StepClock {
     times: RankTimes,
@@ -27,8 +27,8 @@ impl StepClock {
         };
     }
 
-    /// Adds how long the previous step took, and the waiting time since then, to `report`, which
-    /// this rank sends to the others with its losses.
+    /// Adds the previous step's duration and the newest waiting time for collectives to `report`,
+    /// which this rank sends to the other ranks.
     pub(super) fn add_times_to_report(
         &mut self,
         queue: &CollectiveQueue,

@@ -35,8 +35,8 @@ impl StepTimesCollector {
         }
     }
 
-    /// Adds the times that all ranks needed for one step, after which `step` steps are done, and
-    /// returns the messages to the controller that are due.
+    /// Adds the times of all ranks for one step, and returns the messages (such as straggler
+    /// events) that rank 0 must now send to the controller.
     pub(super) fn add_step(&mut self, step: u64, ranks: &[RankTimes], now: Instant) -> Vec<FromWorker> {
         // The first step of an attempt has no previous one.
         if ranks.is_empty() || ranks.iter().any(|times| times.step_us == 0) {

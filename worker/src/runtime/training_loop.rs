@@ -36,8 +36,8 @@ pub(super) struct HeldOutEval<'a> {
     pub(super) generation: Option<(GenerationRequest, DecodeGeneratedText<'a>)>,
 }
 
-/// A function that converts the tokens of a prompt and of its generated continuation to two texts
-/// for an event.
+/// A function that converts the tokens of a prompt and the generated continuation to two texts: the
+/// prompt and the continuation.
 pub(super) type DecodeGeneratedText<'a> = Box<dyn Fn(&[u32]) -> Result<(String, String)> + 'a>;
 
 /// What the training loop needs in addition to the trainer: the job, the connection to the agent
@@ -128,9 +128,9 @@ pub(super) fn train_until_done(
     Ok(if is_complete { WorkerExit::Done } else { WorkerExit::Stopped })
 }
 
-/// Catches up what a resumed run may have missed after its last step: an evaluation that is due,
-/// and a checkpoint if none on disk has the state. Returns false after a request to stop, which
-/// leaves the evaluation due. Collective: every rank must call it.
+/// Performs the evaluation and the checkpoint save that were still due after the step from which
+/// the run resumed. Returns false after a request to stop, which leaves the evaluation due.
+/// Collective: every rank must call it.
 fn complete_resumed_step(
     running: &mut RunningTrainer,
     run: &RunContext,
@@ -151,9 +151,9 @@ fn complete_resumed_step(
     Ok(!is_stopped)
 }
 
-/// Copies the training state to the memory of hosts if the job requires a copy after this step, and
-/// then reports the step by `events`, the first of which is that of the step. Collective: every
-/// rank must call it.
+/// Completes a step: copies the training state to the memory of hosts if due, and then reports the
+/// step by sending `events`. The first of `events` is that of the step. Collective: every rank must
+/// call it.
 ///
 /// A step is reported only when its copy is complete, so that a run that resumes from copies does
 /// not report a step twice. The copy contains the step event, in case that the worker or its host
@@ -179,9 +179,9 @@ fn complete_step(
     Ok(())
 }
 
-/// Evaluates the model if an evaluation is due, and then copies the training state to the memory of
-/// hosts again, so that a run that resumes from memory does not repeat the evaluation. Collective:
-/// every rank must call it.
+/// Evaluates the model if an evaluation is due, and afterwards copies the training state to the
+/// memory of hosts once more. A run that resumes from this copy does not repeat the evaluation.
+/// Collective: every rank must call it.
 fn evaluate_and_copy(
     running: &mut RunningTrainer,
     run: &RunContext,
@@ -195,8 +195,8 @@ fn evaluate_and_copy(
     Ok(())
 }
 
-/// Builds the report that this rank sends to the others with its next losses: flags such as
-/// requests to save or stop, memory, and times. On the leader, takes a pending request to save.
+/// Builds the report of flags (such as a request to stop), memory and times that this rank sends to
+/// all ranks with the losses of a step. On the leader, takes a pending request to save.
 fn build_step_report(
     run: &RunContext,
     values: &ReloadValues,
@@ -229,8 +229,8 @@ fn create_times_collector(running: &RunningTrainer, run: &RunContext) -> Option<
     run.is_leader.then(|| StepTimesCollector::new(rules, hosts(), Instant::now()))
 }
 
-/// On rank 0, sends how long the steps of all ranks took to the controller of the run, if a message
-/// is due.
+/// Sends step times of all ranks from rank 0 to the controller of the run, if the interval for such
+/// messages has passed.
 fn report_step_times(
     running: &RunningTrainer,
     run: &RunContext,
@@ -242,8 +242,9 @@ fn report_step_times(
     messages.iter().try_for_each(|message| run.session.send_message(message))
 }
 
-/// Applies on every rank the values of the job file that the user changed during the run and rank 0
-/// has reloaded. Returns the event that reports this. Collective: every rank must call it.
+/// Distributes the values that rank 0 has reloaded from a changed job file to all ranks, and
+/// applies the values on each rank. Returns the event that reports this. Collective: every rank
+/// must call it.
 fn apply_reloaded_job_values(
     running: &mut RunningTrainer,
     run: &RunContext,
@@ -414,9 +415,9 @@ fn evaluate_held_out(
     Ok(Some(events))
 }
 
-/// Begins to save a checkpoint of the training state, and waits for its completion if necessary. If
-/// `wait` is set or saves do not run in the background, returns only when the checkpoint is
-/// complete. Collective: every rank must call it.
+/// Begins to save a checkpoint of the training state, in the background if the job allows
+/// background saves and `wait` is not set. If `wait` is set or saves do not run in the background,
+/// returns only when the checkpoint is complete. Collective: every rank must call it.
 fn save_checkpoint(
     running: &mut RunningTrainer,
     run: &RunContext,
@@ -435,7 +436,7 @@ fn save_checkpoint(
     run.session.set_phase(WorkerPhase::Training)
 }
 
-/// Returns whether any rank was requested to stop while the checkpoint was saved, which is complete
+/// Returns whether any rank was requested to stop during the save of a checkpoint that is complete
 /// now. The run then ends with this checkpoint, without another step and save. Collective: every
 /// rank must call it.
 fn is_stopping_after_save(
@@ -447,8 +448,8 @@ fn is_stopping_after_save(
     Ok(!saver.has_pending_save() && is_any_true(running.trainer.engine.queue(), is_requested)?)
 }
 
-/// Before a stopping run saves its last checkpoint, cancels the background save in progress if it
-/// is far from complete. Collective: every rank must call it.
+/// Cancels the background save of a checkpoint if most of it is still unwritten, because the
+/// stopping run is about to save its last checkpoint. Collective: every rank must call it.
 fn cancel_mostly_unwritten_save(
     running: &RunningTrainer,
     run: &RunContext,

@@ -14,12 +14,12 @@ use device::{Buf, Dtype, Ops, View, ViewMut};
 use diagnostic::codes;
 use std::{ops::Range, sync::Arc};
 
-/// How a rank exchanges rows for one mixture-of-experts layer: which token rows it sends to experts
-/// of other ranks, and which it receives for its own.
+/// The token rows that a rank sends to other ranks for one mixture-of-experts layer, and the rows
+/// that it receives for its experts.
 type DispatchPlan<'a> = (&'a SendPlan, &'a RecvPlan);
 
-/// What the rows that are exchanged between ranks for experts contain: activations or their
-/// gradients, or factors of the router.
+/// The kind of data that ranks exchange for experts: vectors (activations or gradients), or single
+/// numbers (router weights or their gradients).
 #[derive(Clone, Copy)]
 pub(super) enum ExchangedRowKind {
     /// A vector of the width of the residual stream for each token and expert: inputs, outputs or
@@ -47,9 +47,8 @@ pub(super) struct TokenDispatcher {
     weights: ExpertRowBuffers,
 }
 
-/// The send and receive buffers for exchanging one kind of data per token and chosen expert
-/// (activations, or the router's factors) between the ranks of a mixture-of-experts layer. A
-/// running exchange owns them.
+/// The send and receive buffers for one kind of row, such as activations of tokens, that ranks
+/// exchange for experts. A running exchange owns them.
 struct ExpertRowBuffers {
     /// The rows of this rank's tokens, sorted by the rank that has the expert of the row.
     packed: Buf,
@@ -64,9 +63,9 @@ impl ExpertRowBuffers {
         ExpertRowBuffers { packed: ops.zeroed(dtype, 0), received: ops.zeroed(dtype, 0), pending: None }
     }
 
-    /// Starts to send rows between ranks, from the sender's buffer of packed rows to the receiver's
-    /// buffer of received rows, or the way back. The pair contains the numbers of elements that
-    /// this rank sends to each rank and receives from each rank.
+    /// Starts to exchange rows with other ranks, from packed to received rows or, if `back` is set,
+    /// from received to packed rows. The pair contains the numbers of elements that this rank sends
+    /// to each rank and receives from each rank.
     fn start_exchange(
         &mut self,
         queue: &CollectiveQueue,
@@ -115,8 +114,8 @@ impl TokenDispatcher {
         TokenDispatcher { ops, queue, world, rank, group, max_rows, width, rows, weights }
     }
 
-    /// Returns the buffers for exchanging rows of the kind `payload` (activations or router
-    /// factors), and the number of elements of such a row.
+    /// Returns the exchange buffers for rows of the kind `payload` (activations or router factors),
+    /// and the row length in elements.
     fn select_buffers(&mut self, payload: ExchangedRowKind) -> (&mut ExpertRowBuffers, usize) {
         match payload {
             ExchangedRowKind::Rows => (&mut self.rows, self.width),
@@ -129,8 +128,8 @@ impl TokenDispatcher {
         self.group.len() == 1
     }
 
-    /// Extends numbers for the ranks of this rank's expert-parallel group to numbers for all ranks
-    /// of the job, with 0 for the others.
+    /// Converts counts for the ranks of this expert-parallel group to counts for all ranks of the
+    /// job, which are 0 outside the group.
     fn spread_counts_over_ranks(&self, counts: impl Iterator<Item = usize>) -> Vec<usize> {
         let mut by_rank = vec![0; self.world];
         self.group.clone().zip(counts).for_each(|(rank, n)| by_rank[rank] = n);
@@ -246,9 +245,9 @@ impl TokenDispatcher {
         buffers.start_exchange(&queue, true, (received, sent));
     }
 
-    /// Waits until the experts' results for this rank's tokens have arrived from the ranks that
-    /// have the experts, and returns them in the order in which the token rows were sent. Further
-    /// calls return the same results until the next dispatch of this payload.
+    /// Waits for the experts' results for this rank's tokens, and returns one row for each sent
+    /// token row, in the order of sending. Further calls return the same results until the next
+    /// dispatch of this payload.
     ///
     /// If this rank has every expert, returns the rows of `from`, which must be the argument that
     /// was given to `start_combine`. Otherwise `from` is not used.

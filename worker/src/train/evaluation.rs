@@ -39,9 +39,9 @@ impl Trainer {
         self.exchange_losses(&mine, micro_batches, RankStepReport::default()).map(Some)
     }
 
-    /// Cancels the forward pass in progress if any rank was asked to stop, and returns on every
-    /// rank whether it did. Collective: every rank must call it between the same two forward
-    /// passes.
+    /// Cancels the forward pass in progress on all ranks if any rank was asked to stop, and returns
+    /// whether the pass was canceled. Collective: every rank must call it between the same two
+    /// forward passes.
     pub(super) fn cancel_pass_if_stopping_on_any_rank(&mut self, is_stopping: bool) -> Result<bool> {
         let is_cancelled = is_any_true(self.engine.queue(), is_stopping)?;
         if is_cancelled {

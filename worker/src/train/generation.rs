@@ -1,6 +1,6 @@
-//! Generates a few tokens of text after an evaluation (`train.eval.sample`), as a check of the
-//! model by the user, in addition to its eval loss. Each token needs a whole forward pass, so this
-//! is not meant for serving a model.
+//! Generates a short text with the trained model after an evaluation (`train.eval.sample`), so that
+//! the user can check the model. Each token needs a whole forward pass, so this is not meant for
+//! serving a model.
 use super::step::{HeadGuards, Trainer};
 use crate::{
     error::Result,
@@ -34,8 +34,8 @@ impl GenerationRequest {
         }
     }
 
-    /// Selects the next token, number `i` of the generated text, from its `logits`: the most
-    /// probable one, or at random if the temperature is above 0. `step` is the step of the run.
+    /// Selects the generated token number `i` from `logits`: the most probable token, or a random
+    /// token if the temperature is above 0. `step` is the step of the run.
     fn select_next_token(&self, logits: &[f32], i: u64, step: u64) -> u32 {
         let better = |best: usize, x: usize| if logits[x] > logits[best] { x } else { best };
         let likeliest = (1..logits.len()).fold(0, better);
@@ -101,8 +101,9 @@ impl GenerationRequest {
     }
 }
 
-/// Replaces the trainer's current micro-batch by one whose first sequence begins with `tokens`, the
-/// prompt and the text generated so far. The tokens do not attend to the padding that follows.
+/// Prepares the trainer's micro-batch for generating text: the first sequence begins with `tokens`,
+/// the prompt and all tokens generated so far. The tokens do not attend to the padding that
+/// follows.
 fn set_prompt_batch(trainer: &mut Trainer, tokens: &[u32]) {
     let b = &mut trainer.batch;
     b.tokens.fill(0);
@@ -114,8 +115,8 @@ fn set_prompt_batch(trainer: &mut Trainer, tokens: &[u32]) {
     }
 }
 
-/// Computes the logits that predict the token after row `row` (a token of the sequence), and stores
-/// them in `out`.
+/// Computes the logits for the token that follows position `row` of the sequence, and writes them
+/// to `out`.
 fn compute_row_logits(trainer: &mut Trainer, guards: HeadGuards, row: usize, out: &mut Buf) {
     let (w, model, ops) = (&mut trainer.activations, &trainer.model, trainer.ops.as_ref());
     let d = model.sizes().hidden;

@@ -74,8 +74,8 @@ impl LossScale {
         Ok(())
     }
 
-    /// Records a step whose gradients did not overflow fp16. Doubles the loss scale after
-    /// `loss_scale_window` such steps.
+    /// Counts a step whose gradients did not overflow fp16, to decide when the loss scale grows.
+    /// Doubles the loss scale after `loss_scale_window` such steps.
     pub fn record_step_without_overflow(&mut self) {
         let Some(spec) = &self.spec else { return };
         self.state.steps += 1;

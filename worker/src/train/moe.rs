@@ -79,8 +79,8 @@ impl MoeScratchBuffers {
 }
 
 impl MoeTrainer {
-    /// Creates the plans and buffers for training the mixture-of-experts layers of `model` with
-    /// micro-batches of `rows` tokens. Returns `None` for a dense model.
+    /// Creates the expert assignment and the buffers for training the mixture-of-experts layers of
+    /// `model` with micro-batches of `rows` tokens. Returns `None` for a dense model.
     pub fn new(
         ops: &Arc<dyn Ops>,
         model: &Model,
@@ -113,20 +113,20 @@ impl MoeTrainer {
         })
     }
 
-    /// Returns the index of the parameter unit (tensors that are gathered together) with this
-    /// rank's experts of layer number `l`, or `None` for a layer without experts.
+    /// Returns the index of the parameter unit that contains this rank's experts of layer number
+    /// `l`, or `None` for a layer without experts.
     pub fn find_expert_unit(&self, l: usize) -> Option<usize> {
         self.layers[l].as_ref().map(|layer| layer.unit)
     }
 
-    /// Returns how the routers of all layers have distributed the tokens of the last micro-batch,
-    /// from which the router losses are computed.
+    /// Returns the statistics of all layers' routers for the last micro-batch, such as how many
+    /// tokens selected each expert.
     pub(super) fn router_stats(&self) -> &RouterStats {
         &self.router_stats
     }
 
-    /// Starts to copy the sums of this micro-batch's router losses from the device to the host, as
-    /// copy number `copy` of at most `capacity`.
+    /// Starts to copy the sums that determine this micro-batch's router losses from the device to
+    /// the host. `copy` is the number of this copy within the step, below `capacity`.
     pub(super) fn start_router_loss_copy(
         &mut self,
         ops: &dyn Ops,
@@ -142,9 +142,8 @@ impl MoeTrainer {
         self.router_stats.selection_counts().map(<[u64]>::to_vec).collect()
     }
 
-    /// Returns what the forward and backward pass of the mixture-of-experts layer `l` use: its
-    /// plan, its saved activations, and the buffers that layers share. Panics if the layer has no
-    /// experts.
+    /// Returns the data and buffers for the forward and backward pass of the mixture-of-experts
+    /// layer `l`, such as saved activations. Panics if the layer has no experts.
     fn borrow_for_layer(
         &mut self,
         l: usize,
@@ -161,8 +160,8 @@ impl MoeTrainer {
     }
 }
 
-/// Returns how many of the `count` mixture-of-experts layers have saved activations at the same
-/// time: one with recomputation, otherwise all.
+/// Returns for how many of `count` mixture-of-experts layers activations are saved at once, which
+/// is at most one with recomputation and otherwise all.
 fn count_saved_activation_sets(count: usize, recompute: RecomputeMode) -> usize {
     if recompute == RecomputeMode::None { count } else { count.min(1) }
 }

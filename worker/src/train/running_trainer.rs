@@ -4,8 +4,8 @@ use super::step::{RankStepReport, SampleSource, StepOutcome, Trainer};
 use crate::{error::Result, optim::schedule::compute_learning_rate};
 use jobspec::{ReloadTrainValues, TrainSpec};
 
-/// A trainer whose parameters have values and which knows how many steps, samples and tokens of the
-/// run are done, so that it can run further steps.
+/// A trainer whose parameters have values, together with the progress of the run in steps, samples
+/// and tokens.
 pub struct RunningTrainer {
     /// The trainer, which computes the steps.
     pub trainer: Trainer,
@@ -86,8 +86,8 @@ impl RunningTrainer {
         self.train.schedule.decay_steps = values.decay_steps;
     }
 
-    /// Returns the `train` section of the job with all values that were completed at the start or
-    /// changed during the run.
+    /// Returns the job's `train` section, including values that launch filled in at the start and
+    /// values that were changed during the run.
     pub fn train_spec(&self) -> &TrainSpec {
         &self.train
     }

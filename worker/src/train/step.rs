@@ -26,8 +26,8 @@ use std::sync::Arc;
 /// A source of training or evaluation samples, which are identified by their number in the run.
 /// This number alone determines the contents of a sample.
 pub trait SampleSource {
-    /// Writes the tokens, labels and document starts of consecutive samples, beginning with the
-    /// sample number `first`, to `batch`. Each vector has one element per token.
+    /// Fills `batch` with consecutive samples from sample number `first` on: tokens, labels, and
+    /// for each token the start of its document. Each vector has one element per token.
     fn fill(&self, first: u64, batch: &mut MicroBatch) -> Result<()>;
 }
 
@@ -62,12 +62,12 @@ pub struct Trainer {
     pub(crate) update_after: Event,
 }
 
-/// Access to the gathered parameters of the output layer and, if it shares the embedding's matrix,
-/// of the embedding.
+/// The handles to the gathered parameters of the output layer and, if the output layer shares the
+/// embedding's matrix, of the embedding.
 pub(super) type HeadGuards<'a> = (&'a ParamsGuard, Option<&'a ParamsGuard>);
 
-/// The gradients of a step's global batch (the samples of one step) while they are being computed
-/// and reduced, with the losses of this rank. [`Trainer::update_parameters`] applies the gradients.
+/// The gradients and losses of one step on this rank, while the gradients are still being computed
+/// and reduced. [`Trainer::update_parameters`] applies the gradients.
 pub struct AccumulatedGradients {
     losses: Vec<PendingLoss>,
     report: RankStepReport,
@@ -91,8 +91,8 @@ pub(super) struct MicroBatchLoss {
 }
 
 impl Trainer {
-    /// Makes the next update of the parameters wait for the event `saved`, after which a background
-    /// save has read the parameters and optimizer states.
+    /// Delays the next parameter update until the event `saved`, which shows that a background save
+    /// has read the parameters and optimizer states.
     pub fn delay_update_until(&mut self, saved: Event) {
         self.update_after = saved;
     }
@@ -113,8 +113,8 @@ impl Trainer {
         (self.engine.schedule.micro_batches * self.micro_batch_size) as u64
     }
 
-    /// Computes the gradients of the samples of one step (the global batch), beginning with sample
-    /// number `first`, starts to reduce them, and returns the loss.
+    /// Computes this rank's part of the gradients of one step, starts to reduce them, and returns
+    /// the step's loss over all ranks.
     ///
     /// Collective: every rank must call it.
     pub fn compute_global_batch_gradients(
@@ -162,9 +162,8 @@ impl Trainer {
         Ok(AccumulatedGradients { losses, report })
     }
 
-    /// Waits for the losses of this rank's micro-batches, and exchanges them, together with flags,
-    /// memory and times of each rank, with all ranks. Returns the mean loss per target token and
-    /// the combined reports.
+    /// Waits for the losses of this rank's micro-batches, and exchanges losses, flags, memory use
+    /// and times with all ranks. Returns the mean loss per target token and the combined reports.
     ///
     /// Collective: every rank must call it.
     fn finish_losses(&mut self, accumulated: &AccumulatedGradients) -> Result<StepOutcome> {
@@ -192,8 +191,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Lists the parameter units (tensors that are gathered together) in the order in which a
-    /// forward pass and, if `backward` is set, a backward pass gathers them.
+    /// Lists the indices of parameter units (tensors that are gathered together) in the order in
+    /// which a forward pass uses them. If `backward` is set, the units of a backward pass follow.
     pub(super) fn list_units_in_pass_order(&self, backward: bool) -> Vec<usize> {
         let (head, tied) = (self.find_head_unit(), self.model.has_tied_embeddings());
         let layer = |l: usize| std::iter::once(l + 1).chain(self.find_expert_unit(l));
@@ -291,8 +290,8 @@ impl Trainer {
         Ok(self.engine.reduce_gradient(0, round, embedding_grad)?)
     }
 
-    /// Computes the gradient of the embedding, and adds it to `from_head`, the gradient from an
-    /// output layer that shares the embedding's matrix, if any. Returns the sum.
+    /// Computes the gradient of the embedding's parameters, and adds it to `from_head`, the output
+    /// layer's gradient of a shared matrix, if present. Returns the sum.
     fn run_embedding_backward(&mut self, from_head: Option<Buf>) -> Buf {
         let len = self.engine.shards[0].unit.len();
         let mut grad = from_head.unwrap_or_else(|| {
@@ -368,16 +367,16 @@ impl Trainer {
         });
     }
 
-    /// Returns the summed loss and the number of target tokens of the current micro-batch, whose
-    /// loss was just computed.
+    /// Returns the summed loss and the number of target tokens of the current micro-batch after its
+    /// forward pass.
     pub(super) fn sum_micro_batch_loss(&mut self) -> Result<MicroBatchLoss> {
         self.start_row_loss_copy(0, 1);
         let sum = self.sum_copied_losses(1)?[0];
         Ok(MicroBatchLoss { sum, targets: self.batch.count_targets() })
     }
 
-    /// Starts to copy the losses of the rows (tokens) of the current micro-batch from the device to
-    /// the host, as copy number `index` of at most `capacity`.
+    /// Starts to copy the current micro-batch's loss of each row (token) from the device to the
+    /// host. The copy has the number `index`, below `capacity`, within the step.
     fn start_row_loss_copy(&mut self, index: usize, capacity: usize) {
         let (w, ops) = (&mut self.activations, self.ops.as_ref());
         let rows = w.row_losses.len();
@@ -401,8 +400,8 @@ impl Trainer {
         Ok(copies.map(|losses| losses.iter().map(|&l| f64::from(l)).sum()).collect())
     }
 
-    /// Exchanges with all ranks the losses `mine` of this rank's micro-batches, together with its
-    /// flags, memory and times. Returns the mean loss per target token over all micro-batches, and
+    /// Exchanges the losses `mine` of this rank's micro-batches, and this rank's flags, memory and
+    /// times, with all ranks. Returns the mean loss per target token over all micro-batches, and
     /// the combined reports.
     ///
     /// Collective: every rank must call it.
@@ -442,8 +441,8 @@ impl Trainer {
         Ok(StepOutcome { loss, targets, report: combined, rank_times, ..StepOutcome::default() })
     }
 
-    /// Computes the factor that turns the gradient of the summed loss into that of the mean loss
-    /// over `targets` target tokens.
+    /// Computes the factor that converts the gradient averaged over all positions of the global
+    /// batch to the average over the `targets` target tokens.
     fn compute_mean_loss_factor(&self, targets: u64) -> f64 {
         let positions = self.global_batch_size() * self.batch.seq_len as u64;
         if targets == 0 { 0.0 } else { positions as f64 / targets as f64 }
@@ -491,8 +490,8 @@ impl Trainer {
         Ok(outcome)
     }
 
-    /// Updates this rank's shard of the parameter unit `u` (tensors that are gathered together)
-    /// with the gradient `owned`, and starts to send the updated parameters to other ranks.
+    /// Updates this rank's shard of parameter unit `u` (tensors that are gathered together) by the
+    /// gradient `owned`, and starts to distribute the result.
     fn update_unit_parameters(&mut self, u: usize, owned: Buf, step_params: StepInputs) -> Result<()> {
         if !self.is_trained_unit(u) {
             return Ok(());
@@ -520,10 +519,10 @@ impl Trainer {
         Ok(())
     }
 
-    /// For optimizers that need whole tensors (such as Muon), gathers the prepared gradient of
-    /// parameter unit `u` (tensors that are gathered together) from all ranks that own a part.
-    /// Returns the gathered results as one trained vector of the unit. Returns `None` if no rank
-    /// has another part of this vector, or if no update needs the vector.
+    /// Gathers the gradient of parameter unit `u` (tensors that are gathered together) from all
+    /// ranks, for optimizers such as Muon that need whole tensors. Returns the gathered results as
+    /// one trained vector of the unit. Returns `None` if no rank has another part of this vector,
+    /// or if no update needs the vector.
     ///
     /// Collective: every rank must call it.
     fn gather_whole_tensor_gradient(
@@ -545,8 +544,8 @@ impl Trainer {
         Ok(Some(self.engine.gather_trained_vector(u, ops.clone_to_device(grad.view()), whole)?))
     }
 
-    /// Computes the sum of squares of each block of this rank's gradients, from which the gradient
-    /// norm is computed.
+    /// Computes the sums of squares of this rank's gradients in pieces of fixed length, from which
+    /// the gradient norm is computed.
     fn sum_squares_of_gradients(&mut self, owned: &[Buf]) -> Result<Vec<f64>> {
         let mut parts = Vec::new();
         for (u, g) in owned.iter().enumerate() {
@@ -574,8 +573,8 @@ impl Trainer {
         Ok(sum_in_fixed_order(&self.order_block_sums(&gathered)?).sqrt())
     }
 
-    /// Sorts the sums of squares of gradient blocks from all ranks by tensor, so that the gradient
-    /// norm is added up in a fixed order. The order does not depend on which rank has which
+    /// Sorts the sums of squares of gradient pieces, which all ranks have computed, by tensor, so
+    /// that they are added in a fixed order. The order does not depend on which rank has which
     /// experts.
     fn order_block_sums(&self, gathered: &[Vec<u8>]) -> Result<Vec<f64>> {
         let mut readers: Vec<_> = gathered.iter().map(|b| b.chunks_exact(8)).collect();

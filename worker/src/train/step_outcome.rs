@@ -23,8 +23,8 @@ pub struct RankStepReport {
     pub times: RankTimes,
 }
 
-/// The loss and the gradient norm of a step, which have the same bits on every rank, and what all
-/// ranks have reported with them.
+/// The outcome of one optimizer step, which is equal on every rank: loss, gradient norm, and the
+/// values that all ranks have reported.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepOutcome {
     /// The mean loss per target token, in nats.
@@ -82,7 +82,8 @@ impl RankStepReport {
         }
     }
 
-    /// Combines the flags, memory and times of this and lower ranks with those of the rank `later`.
+    /// Combines two reports of a step, with the union of the flags and the maximum of memory use
+    /// and waiting time. `self` combines the reports of ranks below that of `later`.
     pub(super) fn combine(&self, later: &RankStepReport) -> RankStepReport {
         RankStepReport {
             flags: self.flags | later.flags,

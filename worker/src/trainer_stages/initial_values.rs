@@ -7,8 +7,8 @@ use crate::{
 use device::{Dtype, Ops, View};
 use std::ops::Range;
 
-/// Fills this rank's part of the parameters in unit `u` (tensors that are gathered together) whose
-/// names `selects` accepts with random initial values.
+/// Writes random initial values to this rank's part of parameter unit `u` (tensors that are
+/// gathered together), for parameters whose names `selects` accepts.
 ///
 /// A value depends only on the seed and the logical element, so the weights are the same for every
 /// sharding. Afterwards, a 16-bit compute copy is valid only for the selected parameters.

@@ -1,11 +1,12 @@
 //! [`BufferPool`]: reuses the buffers for gathered parameters and whole gradients.
 use device::{Buf, Dtype, Ops, ViewMut, storage::Event};
 
-/// The number of elements of which the length of every allocated buffer is a multiple.
+/// The granularity of buffer lengths: every allocated buffer has a multiple of this number of
+/// elements.
 const LENGTH_GRANULARITY_ELEMENTS: usize = 1024;
 
 /// Returns the first `len` elements of `buf`, after replacing `buf` by a longer buffer if it is too
-/// short; `purpose` is for out-of-memory errors. The content is unspecified.
+/// short. Out-of-memory errors name `purpose`. The content is unspecified.
 pub fn resize_buffer<'a>(ops: &dyn Ops, purpose: &'static str, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
     if buf.len() < len {
         let dtype = buf.dtype();

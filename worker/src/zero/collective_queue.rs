@@ -67,9 +67,9 @@ struct ExposedWaitTimes {
 }
 
 impl ExposedWaitTimes {
-    /// Makes later work of this thread wait until the collective with the completion event `done`
-    /// has ended, and counts the waiting time. If the backend computes synchronously, adds the time
-    /// since `began` to the counted waiting time.
+    /// Makes this thread's later computations wait for `done`, the completion event of a
+    /// collective, and adds the waiting time to the count. If the backend computes synchronously,
+    /// adds the time since `began` to the counted waiting time.
     fn wait_and_count_time(&self, began: Instant, done: &Event) {
         self.ops.make_stream_wait_timed(done);
         if self.ops.is_host() {
@@ -119,14 +119,14 @@ impl CollectiveQueue {
         Ok(CollectiveQueue { comm, ops, waits, jobs: Some(jobs), thread: Some(thread) })
     }
 
-    /// Returns the communicator of the ranks, for methods that are not collectives and that any
-    /// thread may call (rank, world size, abort).
+    /// Returns the communicator for calls that are not collectives (rank, world size, abort), which
+    /// any thread may make without the queue.
     pub fn comm(&self) -> &Arc<dyn Comm> {
         &self.comm
     }
 
-    /// Queues the collective `f`, which runs after all collectives queued before it and after the
-    /// computations that this thread has already submitted. Blocks only if the queue is full.
+    /// Queues the collective `f`, which runs after all earlier collectives in the queue and after
+    /// this thread's pending computations. Blocks only if the queue is full.
     pub fn submit<T: Send + 'static>(
         &self,
         f: impl FnOnce(&dyn Comm) -> Result<T> + Send + 'static,

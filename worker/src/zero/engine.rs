@@ -31,8 +31,8 @@ const GATHERED_PARAMETERS_LABEL: &str = "gathered parameters";
 /// gradients. One reduction runs while the gradient of the next block is computed.
 pub const REDUCTIONS_IN_FLIGHT: usize = 1;
 
-/// What this rank stores of one parameter unit (tensors that are gathered together): its part of
-/// the parameters and sums of gradients, and the division among ranks.
+/// This rank's part of one parameter unit (tensors that are gathered together): parameters,
+/// gradient sums, and how ranks divide the unit.
 pub struct UnitShard {
     /// The names, shapes and layout of the unit's parameters.
     pub unit: ParamUnit,
@@ -142,8 +142,8 @@ pub fn casts_params_on_gather(policy: ShardingPolicy, weights: ParamDtypes, on_h
     policy.shard_parameters && weights.has_master_weights() && !on_host
 }
 
-/// Access to the whole parameters of one unit (tensors that are gathered together), which
-/// [`ZeroEngine::release_params`] ends.
+/// A handle to all parameters of one unit (tensors that are gathered together), valid until
+/// [`ZeroEngine::release_params`] is called.
 pub enum ParamsGuard {
     /// The unit with this index, whose whole parameters are always stored on this rank.
     Resident(usize),
@@ -288,15 +288,15 @@ impl ZeroEngine {
         self.weights
     }
 
-    /// Returns which range of parameter unit `u` (concatenated tensors that are gathered together)
-    /// this rank always stores in the precision that the optimizer updates. With master weights,
-    /// this rank updates exactly this range.
+    /// Returns which range of parameter unit `u` (concatenated tensors) this rank stores
+    /// permanently in the precision of the optimizer, such as fp32 master weights. With master
+    /// weights, this rank updates exactly this range.
     pub fn resident_range(&self, u: usize) -> Range<usize> {
         self.select_stored_range(u, self.policy.shards_updated_params(self.weights.has_master_weights()))
     }
 
-    /// Returns which range of parameter unit `u` (concatenated tensors that are gathered together)
-    /// this rank always stores in the precision of forward and backward passes.
+    /// Returns which range of parameter unit `u` (concatenated tensors) this rank stores
+    /// permanently in the precision of forward and backward passes.
     pub fn range_of_compute_copy(&self, u: usize) -> Range<usize> {
         self.select_stored_range(u, self.policy.shard_parameters)
     }
@@ -307,9 +307,9 @@ impl ZeroEngine {
         self.select_stored_range(u, self.policy.shard_optimizer)
     }
 
-    /// Returns which range of parameter unit `u` (concatenated tensors that are gathered together)
-    /// this rank stores: its shard if `sharded` is set. Otherwise, it is the whole unit on ranks
-    /// that own a part of it, and empty on others.
+    /// Returns the range of parameter unit `u` (concatenated tensors) that this rank stores, which
+    /// is only this rank's shard if `sharded` is set. Otherwise, it is the whole unit on ranks that
+    /// own a part of it, and empty on others.
     fn select_stored_range(&self, u: usize, sharded: bool) -> Range<usize> {
         let unit = &self.shards[u].unit;
         if sharded || !unit.owners.contains(self.rank) { self.owned_range(u) } else { 0..unit.len() }
@@ -328,8 +328,8 @@ impl ZeroEngine {
         }
     }
 
-    /// Writes `values` to the parameters of unit `u` (tensors that are gathered together) that this
-    /// rank always stores for the optimizer, beginning with their element number `at`. Rounds to
+    /// Writes `values` to this rank's stored parameters of unit `u` (tensors that are gathered
+    /// together), those that the optimizer updates, beginning with element number `at`. Rounds to
     /// the nearest value if the parameters have 16 bits.
     pub fn write_resident_params(&self, u: usize, at: usize, values: View) {
         copy_or_cast(
@@ -353,28 +353,28 @@ impl ZeroEngine {
     }
 
     /// Calls `f` with the parameters of unit `u` (tensors that are gathered together) that this
-    /// rank always stores, in the precision that the optimizer updates.
+    /// rank stores for the optimizer to update.
     pub fn with_resident_params<T>(&self, u: usize, f: impl FnOnce(&mut Buf) -> T) -> T {
         f(&mut self.lock_resident_params_mut(u))
     }
 
-    /// Locks for reading the parameters of unit `u` (tensors that are gathered together) that this
-    /// rank always stores, in the precision that the optimizer updates.
+    /// Locks this rank's stored parameters of unit `u` (tensors that are gathered together), those
+    /// that the optimizer updates, for reading.
     pub fn lock_resident_params(&self, u: usize) -> RwLockReadGuard<'_, Buf> {
         lock_for_reading(&self.shards[u].params)
     }
 
-    /// Locks for writing the parameters of unit `u` (tensors that are gathered together) that this
-    /// rank always stores, in the precision that the optimizer updates.
+    /// Locks this rank's stored parameters of unit `u` (tensors that are gathered together), those
+    /// that the optimizer updates, for writing.
     pub fn lock_resident_params_mut(&self, u: usize) -> RwLockWriteGuard<'_, Buf> {
         lock_for_writing(&self.shards[u].params)
     }
 
     // --- parameters ---------------------------------------------------------------------------
 
-    /// Begins a forward or backward pass, which uses the parameter units (tensors that are gathered
-    /// together) in the order `order`, so that gathers can start early. Panics if the previous pass
-    /// was not finished.
+    /// Begins a forward or backward pass that uses the parameter units (tensors that are gathered
+    /// together) in the order `order`, and plans their gathers. Panics if the previous pass was not
+    /// finished.
     pub fn begin_pass(&mut self, order: impl IntoIterator<Item = usize>) {
         assert!(
             self.upcoming.is_empty() && self.pending_gathers.is_empty(),
@@ -389,8 +389,8 @@ impl ZeroEngine {
         self.pass_barrier = is_shared.then(|| self.queue.submit(|comm: &dyn Comm| comm.barrier()));
     }
 
-    /// Returns whether the parameters of unit `u` (tensors that are gathered together) must be
-    /// gathered from other ranks, or converted from master weights, before each use.
+    /// Returns whether this rank must gather or convert the parameters of unit `u` (tensors that
+    /// are gathered together) before each use, instead of storing them ready for use.
     fn needs_gather(&self, u: usize) -> bool {
         let is_shared =
             self.policy.shard_parameters && self.shards[u].unit.owners.count_owners_below(self.world) > 1;
@@ -473,8 +473,8 @@ impl ZeroEngine {
         }
     }
 
-    /// Calls `f` with all parameters of one or two units (tensors that are gathered together) to
-    /// which `first` and `second` give access.
+    /// Calls `f` with the gathered parameters behind the handle `first` and, if there is one, the
+    /// handle `second`, each of one unit.
     pub fn with_params_of_units<T>(
         &self,
         (first, second): (&ParamsGuard, Option<&ParamsGuard>),
@@ -486,7 +486,8 @@ impl ZeroEngine {
         })
     }
 
-    /// Ends the access to gathered parameters, whose memory is freed or kept until their next use.
+    /// Ends the use of gathered parameters through `guard`, and frees their memory unless they are
+    /// kept for the next use.
     pub fn release_params(&self, guard: ParamsGuard) {
         match guard {
             ParamsGuard::Resident(_) => {}
@@ -565,9 +566,10 @@ impl UnitShard {
         self.compute_copy.as_ref().unwrap_or(&self.params)
     }
 
-    /// Converts the stored fp32 master weights to the 16-bit copy for forward and backward passes,
-    /// for the elements that both contain. The resident parameters cover the flat range `resident`,
-    /// and the compute copy covers `computed`. Does nothing if no compute copy is stored.
+    /// Overwrites the 16-bit copy of parameters for forward and backward passes with the fp32
+    /// master weights, where this rank stores both. The resident parameters cover the flat range
+    /// `resident`, and the compute copy covers `computed`. Does nothing if no compute copy is
+    /// stored.
     fn refresh_compute_copy(&self, ops: &dyn Ops, resident: Range<usize>, computed: Range<usize>) {
         let Some(compute_copy) = &self.compute_copy else { return };
         let (mut to, from) = (lock_for_writing(compute_copy), lock_for_reading(&self.params));
@@ -576,9 +578,9 @@ impl UnitShard {
         ops.cast(to.view_mut().slice(within(&computed)), from.view().slice(within(&resident)));
     }
 
-    /// Gathers the shards of all ranks that own a part of the parameter unit (tensors that are
-    /// gathered together) into `values`, which already contains this rank's shard. Before the call,
-    /// `values` contains only this rank's shard, the range `owned`.
+    /// Gathers the shards of all owner ranks of this parameter unit (tensors that are gathered
+    /// together) into the buffer `values`. Before the call, `values` contains only this rank's
+    /// shard, the range `owned`.
     fn gather_shards_in_place(
         &self,
         comm: &dyn Comm,

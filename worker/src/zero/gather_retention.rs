@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 /// One use of a parameter unit (tensors that are gathered together) in a forward or backward pass,
-/// and whether its gathered parameters stay in memory until the next use.
+/// with the decision whether its gathered parameters stay in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlannedFetch {
     /// The index of the unit.
@@ -15,9 +15,9 @@ pub struct PlannedFetch {
     pub is_kept: bool,
 }
 
-/// Decides for each use of a parameter unit (parameters that are gathered together) in a pass
-/// whether the unit must be gathered, and whether its gathered parameters stay in memory until the
-/// next use. The pass uses units in the order `order`.
+/// Plans for each use of a parameter unit (tensors that are gathered together) whether the unit
+/// must be gathered first and whether it stays gathered afterwards. The pass uses units in the
+/// order `order`.
 ///
 /// At most `limit` elements are retained at a time. Units whose next use is soonest have
 /// precedence. `len` returns the number of elements of a unit.

@@ -11,8 +11,9 @@
 //! ranks.
 use device::{Buf, Dtype, Ops, View};
 
-/// Consecutive micro-batches whose gradients are summed together, as one node of a binary tree:
-/// `len` is a power of two, and `start` a multiple of `len`.
+/// Consecutive micro-batches of a step whose gradients are summed together. In the fixed order of
+/// summation, the range is a node of a binary tree: `len` is a power of two, and `start` a multiple
+/// of `len`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MicroBatchRange {
     /// The first micro-batch of the range.
@@ -22,13 +23,13 @@ pub struct MicroBatchRange {
 }
 
 impl MicroBatchRange {
-    /// Creates the range that contains only one micro-batch, that with the number `start`.
+    /// Creates a range that contains only the micro-batch with the number `start`.
     pub fn from_micro_batch(start: usize) -> Self {
         MicroBatchRange { start, len: 1 }
     }
 
-    /// Returns the micro-batches of `self` and `right` as one range, if both are the children of
-    /// one node of the binary tree in which gradients are summed. Returns `None` otherwise.
+    /// Returns the union of the micro-batch ranges `self` and `right` if both have the same parent
+    /// in the binary tree of gradient sums. Returns `None` otherwise.
     pub fn join_with_sibling(self, right: MicroBatchRange) -> Option<MicroBatchRange> {
         let siblings = self.len == right.len
             && self.start.is_multiple_of(2 * self.len)
@@ -44,16 +45,16 @@ impl MicroBatchRange {
     }
 }
 
-/// Splits the micro-batches `range` into the ranges that remain as separate partial sums after
-/// their gradients were added one by one in the fixed order.
+/// Splits the micro-batches `range` into the fewest ranges that are nodes of the binary tree in
+/// which gradients are summed.
 pub fn split_into_tree_ranges(range: std::ops::Range<usize>) -> Vec<MicroBatchRange> {
     let mut kept = Vec::new();
     range.for_each(|s| push_and_merge_ranges(&mut kept, MicroBatchRange::from_micro_batch(s)));
     kept
 }
 
-/// Appends the range `top` of micro-batches to `kept`, and merges ranges at the end that are
-/// children of one node of the binary summation tree.
+/// Appends `top` to the list `kept` of micro-batch ranges, and merges the last two ranges as long
+/// as they are siblings in the binary summation tree.
 fn push_and_merge_ranges(kept: &mut Vec<MicroBatchRange>, mut top: MicroBatchRange) {
     while let Some(merged) = kept.last().and_then(|left| left.join_with_sibling(top)) {
         kept.pop();
@@ -62,8 +63,8 @@ fn push_and_merge_ranges(kept: &mut Vec<MicroBatchRange>, mut top: MicroBatchRan
     kept.push(top);
 }
 
-/// The sum of one vector (such as a gradient) per micro-batch, kept as partial sums until they can
-/// be added in a fixed order.
+/// An accumulator that sums one vector per micro-batch, such as a gradient, and keeps partial sums
+/// until they can be added in order.
 pub struct MicroBatchSums {
     len: usize,
     in_arrival_order: bool,
@@ -72,8 +73,8 @@ pub struct MicroBatchSums {
 }
 
 impl MicroBatchSums {
-    /// Creates an empty sum over micro-batches of vectors with `len` elements, which are added in a
-    /// fixed order (that of a binary tree).
+    /// Creates an empty accumulator for vectors of `len` elements, which adds the vectors of
+    /// micro-batches in the fixed order of a binary tree.
     pub fn new(len: usize) -> Self {
         MicroBatchSums { len, in_arrival_order: false, stack: Vec::new(), free_buffers: Vec::new() }
     }
@@ -84,8 +85,8 @@ impl MicroBatchSums {
         MicroBatchSums { in_arrival_order: true, ..MicroBatchSums::new(len) }
     }
 
-    /// Returns which micro-batches the newest partial sum would cover if the vector for the
-    /// micro-batches `right` is added now, or `None` if it would stay separate.
+    /// Returns the micro-batches of the newest partial sum after adding a vector for `right` to it,
+    /// or `None` if the vector must stay separate.
     fn merged_range_if_pushed(&self, right: MicroBatchRange) -> Option<MicroBatchRange> {
         let (left, _) = self.stack.last()?;
         if self.in_arrival_order { left.join_with_adjacent(right) } else { left.join_with_sibling(right) }
@@ -114,9 +115,9 @@ impl MicroBatchSums {
         )
     }
 
-    /// Adds the vector `x`, which covers the micro-batches of `range`, to this sum, and copies it
-    /// if it must be kept. If `x` cannot be merged with the newest partial sum immediately, keeps a
-    /// copy of `x` until its sibling arrives.
+    /// Adds the vector `x`, the sum over the micro-batches in `range`, to this accumulator without
+    /// taking ownership of the vector. If `x` cannot be merged with the newest partial sum
+    /// immediately, keeps a copy of `x` until its sibling arrives.
     pub fn push_copy(&mut self, ops: &dyn Ops, range: MicroBatchRange, x: View) {
         assert_eq!(x.len(), self.len, "partial of another length");
         match self.merged_range_if_pushed(range) {
@@ -198,8 +199,8 @@ pub fn sum_in_fixed_order(micro_batches: &[f64]) -> f64 {
     sum
 }
 
-/// Counts how many gradient buffers are in use at most at the same time while the gradients of the
-/// micro-batch ranges `ranges` are summed in this order.
+/// Counts the largest number of gradient buffers in use at the same time while gradients of the
+/// micro-batch ranges `ranges` are added in this order.
 ///
 /// If `owned` is set, ranges are added with [`MicroBatchSums::push_owned`] and each has a buffer.
 /// Otherwise they are added with [`MicroBatchSums::push_copy`], and a range whose left sibling is

@@ -33,8 +33,8 @@ pub struct ShardingPolicy {
 }
 
 impl ShardingPolicy {
-    /// Returns the policy, which decides what is divided among ranks, of ZeRO stage `stage` (0, 1,
-    /// 2 or 3).
+    /// Returns which of optimizer states, gradients and parameters are divided among ranks in ZeRO
+    /// stage `stage` (0 to 3).
     pub fn for_stage(stage: u8) -> Self {
         ShardingPolicy {
             stage,
@@ -45,8 +45,8 @@ impl ShardingPolicy {
         }
     }
 
-    /// Returns the policy, which decides what is divided among ranks, that the job's `train`
-    /// section selects.
+    /// Returns which of optimizer states, gradients and parameters are divided among ranks
+    /// according to the job's `train` section.
     pub fn for_job(train: &TrainSpec) -> Self {
         let sums_in_arrival_order = !train.deterministic;
         ShardingPolicy {

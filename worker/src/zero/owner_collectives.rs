@@ -32,8 +32,8 @@ pub(super) struct ExchangeBuffers {
 }
 
 impl ExchangeBuffers {
-    /// Returns the first `len` elements of the buffer from which data of type `dtype` is sent to
-    /// other ranks, after enlarging the buffer if necessary.
+    /// Enlarges the buffer for sending data of type `dtype` to other ranks if necessary, and
+    /// returns its first `len` elements.
     fn reserve_send_buffer(&mut self, ops: &dyn Ops, dtype: Dtype, len: usize) -> ViewMut<'_> {
         if dtype == Dtype::F32 {
             return resize_buffer(ops, EXCHANGE_BUFFERS_LABEL, &mut self.sent, len);
@@ -148,8 +148,8 @@ impl ExchangeBuffers {
     }
 }
 
-/// Replaces the buffer `buf` by an empty one on this device if its elements do not have the type
-/// `dtype`, and returns it.
+/// Returns `buf` for elements of type `dtype`, after replacing `buf` by an empty buffer if its type
+/// differs.
 fn replace_if_other_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> &'a mut Buf {
     if buf.is_empty() || buf.dtype() != dtype {
         *buf = ops.zeroed(dtype, 0);
@@ -157,8 +157,8 @@ fn replace_if_other_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> 
     buf
 }
 
-/// Computes how long the buffers are in which ranks exchange parameters and gradients of `unit`
-/// (tensors that are gathered together) that only some ranks own, for the memory estimate.
+/// Computes the lengths of the buffers in which a rank exchanges parameters and gradients of `unit`
+/// with the other ranks that own a part.
 ///
 /// The results are three numbers of elements: those that a gather of the unit's parameters sends,
 /// those that a reduction of the unit's gradients sends, and those that this reduction receives.
@@ -196,8 +196,8 @@ fn list_group_micro_batches(
     micro_batches.first().map_or(0..0, |&a| a..a + micro_batches.len())
 }
 
-/// Returns the micro-batches that the expert-parallel group of `rank` computes in round number
-/// `round`, as ranges whose gradients are summed together.
+/// Returns the micro-batches that the expert-parallel group of `rank` computes in round `round`,
+/// grouped into ranges with one gradient sum each.
 pub(super) fn list_group_tree_ranges(
     schedule: &MicroBatchSchedule,
     owners: OwnerRanks,
@@ -207,7 +207,7 @@ pub(super) fn list_group_tree_ranges(
     split_into_tree_ranges(list_group_micro_batches(schedule, owners, rank, round))
 }
 
-/// Returns in how many buffers, at most, a rank sums the gradients of experts over the
+/// Returns the largest number of buffers in which a rank sums expert gradients over the
 /// micro-batches of its expert-parallel group in one round. The memory estimate uses the result.
 pub fn count_peak_group_buffers(schedule: &MicroBatchSchedule, owners: OwnerRanks, rank: usize) -> usize {
     let buffers_in_round = |round| {
@@ -219,8 +219,8 @@ pub fn count_peak_group_buffers(schedule: &MicroBatchSchedule, owners: OwnerRank
     (0..schedule.count_rounds()).map(buffers_in_round).max().unwrap_or(0)
 }
 
-/// Returns in how many buffers, at most, a rank sums the gradients of a parameter unit (tensors
-/// that are gathered together) that it owns, during a step. The memory estimate uses the result.
+/// Returns the largest number of buffers in which a rank sums the gradients of a parameter unit
+/// that it owns during one step. The memory estimate uses the result.
 pub fn count_peak_owner_buffers(schedule: &MicroBatchSchedule, owners: OwnerRanks) -> usize {
     let ranks = || (0..schedule.world).filter(|&r| owners.contains(r));
     let ranges = (0..schedule.count_rounds())

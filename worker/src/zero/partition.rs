@@ -32,8 +32,7 @@ impl Partition {
         Partition { cuts, counts }
     }
 
-    /// Returns the range of the parameter unit's elements (those of its concatenated tensors) that
-    /// `rank` owns.
+    /// Returns the range of elements that `rank` owns in the parameter unit's concatenated tensors.
     pub fn shard_range(&self, rank: usize) -> Range<usize> {
         self.cuts[rank]..self.cuts[rank + 1]
     }

@@ -1,4 +1,5 @@
-//! Checks that the values of the section `train` fit together.
+//! Reports conflicts between the keys of the section `train` of job.yaml, such as a
+//! `train.batch.global` that is not a multiple of `train.batch.micro`.
 use crate::{
     keys::decoder::JobDecoder,
     spec::{
@@ -17,8 +18,8 @@ use diagnostic::codes::job as codes;
 /// The number of tokens of the built-in byte tokenizer: 256 bytes and the end-of-document token.
 const BYTE_TOKENIZER_VOCAB_SIZE: u32 = 257;
 
-/// Checks that the values of the section `train` fit together. Errors and warnings are reported to
-/// `d`.
+/// Reports conflicts between the keys of the section `train` of job.yaml, such as a global batch
+/// size that is not a multiple of the micro-batch size. Errors and warnings are reported to `d`.
 pub(super) fn check_train(d: &mut JobDecoder, train: &TrainSpec) {
     check_batch(d, train);
     check_loss_scale(d, train);
@@ -69,7 +70,8 @@ fn check_loss_scale(d: &mut JobDecoder, train: &TrainSpec) {
     }
 }
 
-/// Rejects widths and numbers of heads that a model family with learned positions does not support.
+/// Rejects `head_dim` and `num_key_value_heads` if their values are not the ones that a model
+/// family with learned positions, such as GPT-2, requires.
 fn check_learned_position_heads(d: &mut JobDecoder, m: &ModelSpec) {
     if !has_learned_positions(&m.family) {
         return;
@@ -221,8 +223,8 @@ fn check_prompt(d: &mut JobDecoder, train: &TrainSpec) {
     }
 }
 
-/// Checks the keys that select trained parameters: `train.freeze`, `train.train_only`, `train.lora`
-/// and the parameter groups of the optimizer.
+/// Reports conflicts between the keys that select trained parameters, such as `train.freeze`
+/// together with `train.train_only` or `train.lora`.
 fn check_trained_params(d: &mut JobDecoder, train: &TrainSpec) {
     const FREEZE_KEY: &str = "train.freeze";
     const TRAIN_ONLY_KEY: &str = "train.train_only";
@@ -277,8 +279,8 @@ fn check_lora(d: &mut JobDecoder, train: &TrainSpec) {
     }
 }
 
-/// Checks the keys of `train.schedule` against the name of the schedule, the number of steps and
-/// the learning rate.
+/// Reports a warm-up or decay of the learning rate that does not fit into `train.steps`, and a
+/// `train.schedule.min_lr` above `train.optimizer.lr`.
 fn check_schedule(d: &mut JobDecoder, train: &TrainSpec) {
     const WARMUP_KEY: &str = "train.schedule.warmup_steps";
     const DECAY_KEY: &str = "train.schedule.decay_steps";

@@ -20,8 +20,8 @@ pub struct HostAddress {
 }
 
 impl HostAddress {
-    /// Returns the name of the host as plans, logs and filters show it: without the login name, and
-    /// with the port if the user has written one.
+    /// Returns the host name without the login name, and with the port if the user has written one,
+    /// such as `node-1:22`.
     pub fn name_with_port(&self) -> String {
         match self.port {
             None => self.host.clone(),
@@ -40,9 +40,9 @@ impl fmt::Display for HostAddress {
     }
 }
 
-/// Parses `[user@]name[:port]`, or several such hosts separated by commas. A name may have Slurm's
-/// ranges (`n[01-03,07]`), which are expanded. Fails if the text names no host, or more than
-/// [`MAX_HOSTS`].
+/// Parses a comma-separated list of hosts, each of the form `[user@]name[:port]`. A name may have
+/// Slurm's ranges (`n[01-03,07]`), which are expanded. Fails if the text names no host, or more
+/// than [`MAX_HOSTS`].
 pub fn parse_hosts(text: &str) -> Result<Vec<HostAddress>, HostSyntaxError> {
     let mut hosts = Vec::new();
     let mut at = 0;

@@ -85,8 +85,8 @@ impl HostSyntaxError {
         }
     }
 
-    /// Adds `by` to the byte position of the error, which converts a position in a part of a list
-    /// of hosts to a position in the whole list, if the part begins at byte `by`.
+    /// Adds `by` bytes to the position of the error, to convert a position in one item of a host
+    /// list to a position in the whole list.
     pub(super) fn shift_by(self, by: usize) -> Self {
         HostSyntaxError { at: self.at + by, ..self }
     }

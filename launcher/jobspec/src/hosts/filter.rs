@@ -20,8 +20,8 @@ pub enum HostSlots {
 }
 
 impl HostSlots {
-    /// Returns the number of slots (places of workers) on the host; `None` if it follows from the
-    /// job or from the hardware of the host.
+    /// Returns the number of slots (places of workers) of the host that the job uses; `None` if the
+    /// user has not given a number.
     pub fn count(&self) -> Option<u32> {
         match self {
             HostSlots::Auto => None,
@@ -35,8 +35,8 @@ impl HostSlots {
 /// (places of workers).
 pub type SelectedHost = (usize, HostSlots);
 
-/// The slots (places of workers) that filters name, by the index of their host in the list of all
-/// hosts. An empty list stands for all slots.
+/// The slots (places of workers) that filters of hosts select, by the index of the host in the list
+/// of all hosts. An empty list stands for all slots.
 type SlotsByHostIndex = BTreeMap<usize, Vec<u32>>;
 
 /// Selects the hosts that the filters in `include` name, or, if there are none, the hosts that the
@@ -87,8 +87,8 @@ pub fn filter_hosts(
     }
 }
 
-/// Lists the numbers of a host's slots (places of workers), counted from 0; returns `None` if the
-/// number of slots follows from the job or from the hardware of the host.
+/// Lists the numbers, counted from 0, of the slots (places of workers) that a job uses on a host;
+/// `None` if the user has not given a number.
 fn list_slot_numbers(slots: &HostSlots) -> Option<Vec<u32>> {
     match slots {
         HostSlots::Auto => None,
@@ -98,8 +98,8 @@ fn list_slot_numbers(slots: &HostSlots) -> Option<Vec<u32>> {
 }
 
 /// Parses one filter of hosts, such as `worker-0@worker-1:0,2`, and adds the hosts and slots
-/// (places of workers) that it names to `named`, which contains those of earlier filters. `by_name`
-/// contains the index in `hosts` of each host name. Fails if `hosts` lacks a host or a slot.
+/// (places of workers) of the filter to `named`. `by_name` contains the index in `hosts` of each
+/// host name. Fails if `hosts` lacks a host or a slot.
 fn parse_filter(
     hosts: &[(String, HostSlots)],
     by_name: &HashMap<&str, usize>,
@@ -133,10 +133,10 @@ fn expand_host_name(text: &str) -> Result<Vec<String>, FilterProblem> {
     }
 }
 
-/// Adds slots (places of workers) of one host, whose numbers are in `these`, to `named`, the slots
-/// that filters of hosts name. `index` is the index of the host in the list of hosts. An empty list
-/// stands for all slots. Fails if the host lacks one of the slots, or if filters name the host both
-/// with and without slots.
+/// Adds the slots (places of workers) with the numbers `these` of one host to `named`, the slots
+/// that filters of hosts select. `index` is the index of the host in the list of hosts. An empty
+/// list stands for all slots. Fails if the host lacks one of the slots, or if filters name the host
+/// both with and without slots.
 fn add_slots(
     (host, slots): &(String, HostSlots),
     index: usize,

@@ -1,5 +1,5 @@
-//! Parses hostfiles of DeepSpeed (`host slots=N`) and Open MPI (`host slots=N max-slots=M`, or a
-//! host without options once per slot).
+//! Parses hostfiles of DeepSpeed (`host slots=N`) and of Open MPI (`host slots=N max-slots=M`, or
+//! one line with the host name per slot).
 use super::{
     address::{HostAddress, check_user_name, parse_hosts},
     error::{HostfileError, HostfileProblem},
@@ -47,8 +47,7 @@ pub fn parse_hostfile(text: &str) -> Result<Vec<HostfileEntry>, Vec<HostfileErro
     }
 }
 
-/// A parser that reads a hostfile line by line, and holds the hosts of the lines that have been
-/// parsed so far.
+/// A parser of one hostfile, with the hosts of the lines that it has parsed so far.
 #[derive(Default)]
 struct HostfileParser {
     hosts: Vec<HostfileEntry>,
@@ -60,8 +59,8 @@ struct HostfileParser {
 type LocatedProblem = (usize, HostfileProblem);
 
 impl HostfileParser {
-    /// Parses one line of a hostfile, which has the number `number`, and adds the hosts on the line
-    /// to `self.hosts`. Empty lines and comments add no host.
+    /// Parses the line `line` of a hostfile, whose line number is `number`, and adds the hosts on
+    /// the line to the parsed hosts. Empty lines and comments add no host.
     fn parse_line(&mut self, number: u32, line: &str) -> Result<(), LocatedProblem> {
         let content = line.split('#').next().unwrap_or("");
         let trimmed = content.trim_start();

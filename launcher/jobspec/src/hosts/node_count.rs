@@ -12,8 +12,8 @@ pub struct NodeCount {
     pub max: u32,
 }
 
-/// The error that a text is not a valid number of nodes. The message describes the expected form,
-/// `N` or `MIN:MAX`.
+/// The error for a text that is not a valid number of nodes (machines on which the user starts
+/// launch). The message describes the expected form, `N` or `MIN:MAX`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidNodeCount;
 

@@ -51,8 +51,8 @@ pub fn expand_ranges(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     Ok(names)
 }
 
-/// Creates the error that a list of host names stands for more than [`MAX_HOSTS`] hosts. `at` is
-/// the byte offset of the mistake.
+/// Creates the error for a list of host names that expands to more than [`MAX_HOSTS`] hosts. `at`
+/// is the byte offset of the mistake.
 fn too_many_hosts_error(at: usize) -> HostSyntaxError {
     range_error(at, HostSyntaxProblem::TooManyHosts)
 }
@@ -88,10 +88,10 @@ fn expand_name(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     Ok(names)
 }
 
-/// Fails if the host names `names`, which are expanded from a pattern such as `n[1-3]`, would
-/// become longer than [`MAX_NAME_BYTES`] bytes by appending `piece`. Only the first name is
-/// examined, because the lengths of the others differ by a few digits at most. The check avoids the
-/// cost of appending a long text to thousands of names. `at` becomes the position of the error.
+/// Fails if appending `piece` to the host names `names`, expanded from a pattern such as `n[1-3]`,
+/// makes them longer than [`MAX_NAME_BYTES`] bytes. Only the first name is examined, because the
+/// lengths of the others differ by a few digits at most. The check avoids the cost of appending a
+/// long text to thousands of names. `at` becomes the position of the error.
 fn check_name_length(names: &[String], piece: &str, at: usize) -> Result<(), HostSyntaxError> {
     match names.first().is_some_and(|name| name.len() + piece.len() > MAX_NAME_BYTES) {
         true => Err(range_error(at, HostSyntaxProblem::NameTooLong)),

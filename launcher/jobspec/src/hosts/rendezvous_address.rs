@@ -17,8 +17,8 @@ pub struct RendezvousAddress {
     pub port: u16,
 }
 
-/// The error that a text is not a valid rendezvous address (where node 0 listens for the other
-/// nodes). The message describes the expected form.
+/// The error for a text that is not a valid rendezvous address (the host and port at which node 0
+/// listens for the other nodes). The message describes the expected form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidRendezvousAddress;
 

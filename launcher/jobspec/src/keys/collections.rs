@@ -14,9 +14,8 @@ pub(crate) fn list_type<T: 'static>(accepts: &'static str, item: ValueType<T>) -
     described_list_type(accepts, format!("a {accepts}"), item)
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept lists of items of the
-/// type `item`, with one description for messages (`expected`) and another one for docs/job.md
-/// (`accepts`).
+/// Returns the value type ([`ValueType`]) of keys that accept lists of `item` values, described by
+/// `expected` in messages and by `accepts` in docs/job.md.
 pub(crate) fn described_list_type<T: 'static>(
     accepts: &'static str,
     expected: impl Into<String>,

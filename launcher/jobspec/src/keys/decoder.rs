@@ -59,8 +59,8 @@ impl JobSection<'_> {
 }
 
 impl JobDecoder {
-    /// Creates a decoder of a job whose texts are in `sources`, and whose keys are declared in
-    /// `table`.
+    /// Creates a decoder for a job that was read from the files and arguments in `sources`, with
+    /// the key declarations in `table`.
     pub(crate) fn new(sources: SourceMap, table: &'static [KeyInfo]) -> Self {
         JobDecoder {
             sources,
@@ -73,9 +73,9 @@ impl JobDecoder {
         }
     }
 
-    /// Reads a mapping that is part of a key's value, such as an item of a list of parameter
-    /// groups, by calling `decode` with the entries of the mapping. Returns the result, the keys
-    /// without a value, and the errors, which have no location yet.
+    /// Reads a YAML mapping inside a key's value, such as one item of the list
+    /// `train.optimizer.groups`. Returns the result, the keys without a value, and the errors,
+    /// which have no location yet.
     pub(crate) fn decode_record<T>(
         entries: &[YamlEntry],
         decode: impl FnOnce(&mut JobDecoder, &JobSection<'_>) -> T,
@@ -86,8 +86,8 @@ impl JobDecoder {
         (value, decoder.unset, decoder.record_errors.unwrap_or_default())
     }
 
-    /// Returns the top level of the job as a section, whose keys can be read. Reports unknown and
-    /// duplicate keys there.
+    /// Returns the keys at the top level of the job, outside of all sections, as a [`JobSection`].
+    /// Reports unknown and duplicate keys there.
     pub(crate) fn open_root_section<'n>(&mut self, root: &'n YamlNode) -> JobSection<'n> {
         self.open_section_node("", Some(root))
     }
@@ -104,7 +104,7 @@ impl JobDecoder {
         find_inner_section(parent, path).is_none_or(|n| matches!(n.value, YamlValue::Null))
     }
 
-    /// Returns the section `path`, whose YAML value is `node`, so that its keys can be read.
+    /// Returns the section `path` as a [`JobSection`], with the keys in its YAML mapping `node`.
     /// Reports a value that is not a mapping, and unknown and duplicate keys.
     fn open_section_node<'n>(&mut self, path: &'static str, node: Option<&'n YamlNode>) -> JobSection<'n> {
         let entries: &[YamlEntry] = match node {
@@ -139,8 +139,8 @@ impl JobDecoder {
         }
     }
 
-    /// Reports that a section of the job contains an unknown key, and advises a key with a similar
-    /// name, or else lists the section's keys.
+    /// Reports an unknown key in a section of the job, with advice: the key with the most similar
+    /// name, or a list of the section's keys.
     fn report_unknown_key(&mut self, section: &'static str, entry: &YamlEntry) {
         if self.errors.len() >= MAX_ERRORS {
             return;
@@ -246,9 +246,8 @@ fn find_inner_section<'n>(parent: &JobSection<'n>, path: &str) -> Option<&'n Yam
     parent.entries.iter().find(|entry| entry.key == name).map(|entry| &entry.value)
 }
 
-/// Returns the path of the key whose last part or alias is `name`, if the whole job.yaml has
-/// exactly one such key, to suggest it for a key in the wrong section. Returns `None` if no key or
-/// several keys match.
+/// Returns the path of the only job.yaml key whose last part or alias is `name`, as a suggestion
+/// for a key in the wrong section. Returns `None` if no key or several keys match.
 fn find_key_by_last_name<'t>(table: &'t [KeyInfo], name: &str) -> Option<&'t str> {
     let mut found = table.iter().filter(|key| key.has_name(name));
     let first = found.next()?;

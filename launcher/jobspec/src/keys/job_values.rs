@@ -1,5 +1,5 @@
-//! [`JobValues`]: the values of all keys of a job as YAML text, from which a job is printed and
-//! rules are checked.
+//! [`JobValues`]: the values of all keys of a job as YAML text, which is printed by `--dry-run` and
+//! compared in rules about conflicting keys.
 use super::key_info::{KeyInfo, Rule};
 use crate::yaml::{format::YamlText, parse::parse_default_value};
 use std::fmt::Write as _;
@@ -50,8 +50,8 @@ impl JobValues {
         self.get(path).and_then(parse_default_value).map(|node| node.raw)
     }
 
-    /// Returns whether all conditions of a rule about keys hold for the values of this job, so that
-    /// the rule applies.
+    /// Returns whether the values of this job meet all conditions of `rule`, a rule about
+    /// conflicting keys.
     pub(crate) fn meets_rule_conditions(&self, rule: &Rule) -> bool {
         rule.when.iter().all(|condition| condition.holds(self.get(condition.key_path())))
     }

@@ -98,12 +98,13 @@ impl<S, T: 'static> Key<S, T> {
         Key { reloadable: true, ..self }
     }
 
-    /// Exempts the key from the rules that its section declares for all of its keys.
+    /// Exempts the key from the rules that apply to all other keys of its section, such as a
+    /// conflict with `run.command`.
     pub(crate) fn ignoring_section_rules(self) -> Self {
         Key { ignores_section_rules: true, ..self }
     }
 
-    /// Adds rules about other keys: combinations in which this key is an error or has no effect.
+    /// Adds rules by which the key is an error or has no effect if other keys have certain values.
     pub(crate) fn with_rules(self, rules: &'static [Rule]) -> Self {
         Key { rules, ..self }
     }

@@ -1,11 +1,10 @@
-//! [`KeyInfo`]: the declaration of a key of job.yaml without its Rust type, and [`Rule`]s about
-//! keys that do not fit together.
+//! [`KeyInfo`]: the declaration of a job.yaml key without its Rust type, and [`Rule`]: a check of a
+//! key against the values of other keys.
 use diagnostic::{Code, Severity, codes::job as codes};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
-/// The paths of the keys that a job does not contain, and whose defaults are computed after all
-/// other keys were read.
+/// The paths of the keys that a job omits and whose defaults are computed from other keys.
 pub(crate) type UnsetKeys = BTreeSet<String>;
 
 /// One key of job.yaml: the values that it accepts, its default, its names and its documentation.
@@ -98,8 +97,8 @@ impl Condition {
         }
     }
 
-    /// Returns whether the condition holds for a job in which the examined key has the YAML text
-    /// `value`, or has no value if `value` is `None`.
+    /// Returns whether a job in which the examined key has the YAML text `value` meets the
+    /// condition. `None` stands for a job without the key.
     pub(crate) fn holds(&self, value: Option<&str>) -> bool {
         match self {
             Condition::Given(_) => value.is_some(),
@@ -110,8 +109,8 @@ impl Condition {
     }
 }
 
-/// A rule by which a key of job.yaml is reported as an error or as without effect in jobs in which
-/// other keys have certain values.
+/// A rule that reports a job.yaml key as an error, or as having no effect, if other keys have
+/// certain values.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {
     /// The conditions under which the rule applies. All of them must hold.
@@ -128,8 +127,8 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// Creates the rule that a key of job.yaml has no effect, and is an error, in jobs that meet
-    /// all conditions in `when`. A job to which the rule applies is rejected.
+    /// Creates a rule that rejects a job.yaml key, because it has no effect, in jobs that meet all
+    /// conditions in `when`. A job to which the rule applies is rejected.
     pub(crate) const fn no_effect(when: &'static [Condition]) -> Rule {
         let code = codes::JOB_KEY_HAS_NO_EFFECT;
         Rule { when, severity: Severity::Error, code, text: None, help: "remove it" }
@@ -162,9 +161,9 @@ impl Rule {
         Rule { help, ..self }
     }
 
-    /// Returns whether the rule applies to the key `path` whatever the value of this key is,
-    /// because the conditions of the rule examine only other keys. If such a rule applies, the
-    /// printed job omits the key.
+    /// Returns whether the rule applies to the key `path` regardless of the key's value, because
+    /// its conditions examine only other keys. If such a rule applies, the printed job omits the
+    /// key.
     pub(crate) fn ignores_value_of(&self, path: &str) -> bool {
         self.when.iter().all(|condition| condition.key_path() != path)
     }

@@ -59,8 +59,8 @@ pub(crate) fn integer_at_least_type<T: Integer>(low: u64) -> ValueType<T> {
     build_integer_type(low, T::LARGEST, accepts, expected, schema)
 }
 
-/// Builds the value type ([`ValueType`]) of keys that accept integers from `low` to `high`, from
-/// its descriptions and JSON Schema.
+/// Builds the value type ([`ValueType`]) of keys of job.yaml that accept integers from `low` to
+/// `high`.
 fn build_integer_type<T: Integer>(
     low: u64,
     high: u64,

@@ -38,8 +38,8 @@ pub(crate) fn record_type<T: Section + 'static>(
     ValueType::new(accepts, schema, read, print).with_expected_phrase(expected)
 }
 
-/// Reads a YAML mapping whose keys the struct `T` declares and `table` lists, and checks the rules
-/// about these keys.
+/// Reads a YAML mapping into the struct `T`, whose fields are the mapping's keys, and checks the
+/// rules about these keys.
 fn read_record<T: Section>(table: &[KeyInfo], node: &YamlNode, entries: &[YamlEntry]) -> ReadResult<T> {
     let (mut value, unset, mut errors) = JobDecoder::decode_record(entries, T::decode);
     let is_known = |entry: &&YamlEntry| table.iter().any(|key| key.has_name(&entry.key));
@@ -71,8 +71,8 @@ fn read_record<T: Section>(table: &[KeyInfo], node: &YamlNode, entries: &[YamlEn
     ValueError::merge(errors).map_or(Ok(value), Err)
 }
 
-/// Creates the error that a mapping contains an unknown key, which is not in `table`, with advice:
-/// a key with a similar name, or else a list of the keys.
+/// Creates the error for an unknown key in a YAML mapping, with the most similar known key, or else
+/// the list of known keys.
 fn unknown_key_error(table: &[KeyInfo], entry: &YamlEntry) -> ValueError {
     let message = format!("has the unknown key `{}`", make_excerpt(&entry.key));
     let error = ValueError::new(codes::JOB_KEY_UNKNOWN, entry.key_span, message);

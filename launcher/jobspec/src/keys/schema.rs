@@ -57,8 +57,8 @@ fn build_key_schema(table: &[KeyInfo], key: &KeyInfo) -> Value {
     schema
 }
 
-/// Builds the JSON Schema of a key of job.yaml under its deprecated name, from the schema of its
-/// present name.
+/// Builds the JSON Schema of a key under its deprecated name by extending `schema`, the schema of
+/// the present key.
 fn build_deprecated_key_schema(key: &KeyInfo, schema: &Value) -> Value {
     let values: Vec<&str> = key.deprecated_values.iter().map(|(old, _)| *old).collect();
     let mut schema =
@@ -68,8 +68,8 @@ fn build_deprecated_key_schema(key: &KeyInfo, schema: &Value) -> Value {
     schema
 }
 
-/// Builds a JSON Schema for each rule about keys that rejects jobs: it forbids the key in jobs that
-/// meet the conditions of the rule.
+/// Builds JSON Schemas that forbid a key where a rule rejects it, such as `momentum` in a job with
+/// the optimizer AdamW.
 fn build_rule_schemas(table: &[KeyInfo]) -> Vec<Value> {
     let mut rules: Vec<(Vec<Value>, Value)> = Vec::new();
     for key in table {
@@ -86,7 +86,8 @@ fn build_rule_schemas(table: &[KeyInfo]) -> Vec<Value> {
     rules.into_iter().map(|(when, then)| json!({"if": {"allOf": when}, "then": then})).collect()
 }
 
-/// Builds the JSON Schema that a job matches if `condition`, which examines one key, holds.
+/// Builds the JSON Schema that accepts exactly the jobs that meet `condition`, a condition on the
+/// value of one key.
 fn build_condition_schema(table: &[KeyInfo], condition: &Condition) -> Value {
     let key = condition.key_path();
     let default = table.iter().find(|of| of.path == key).map(|of| of.default);
@@ -111,7 +112,8 @@ fn build_condition_schema(table: &[KeyInfo], condition: &Condition) -> Value {
     }
 }
 
-/// Builds the JSON Schema that a job matches if it does not contain `key` under any of its names.
+/// Builds the JSON Schema that accepts only jobs without the key `key`, also under its aliases and
+/// its deprecated name.
 fn build_forbidden_key_schema(key: &KeyInfo) -> Value {
     let (section, name) = key.split_path();
     let names = std::iter::once(name).chain(key.aliases.iter().copied()).chain(key.deprecated);
@@ -138,8 +140,8 @@ fn merge_schema_properties(schema: &mut Value, other: Value) {
     }
 }
 
-/// Builds the JSON Schema that a job matches if it contains the key `path` with a value that
-/// matches `schema`.
+/// Builds the JSON Schema that accepts jobs in which the key `path` has a value that matches the
+/// schema `schema`.
 pub(crate) fn build_schema_at_path(path: &str, schema: Value) -> Value {
     path.rsplit('.').fold(
         schema,

@@ -33,8 +33,8 @@ pub(crate) trait Section: Sized {
     fn print(&self, values: &mut JobValues);
 }
 
-/// Where a field of a section struct is declared: the path of its section, its name and its
-/// documentation.
+/// The section path, the name and the documentation of a struct field from which a job.yaml key is
+/// declared.
 #[derive(Clone, Copy)]
 pub(crate) struct FieldContext {
     pub(crate) section: &'static str,
@@ -44,9 +44,9 @@ pub(crate) struct FieldContext {
 }
 
 impl FieldContext {
-    /// Creates the description of the field `field` in the struct of the section `section`: where
-    /// it is declared, its name and its documentation. The name of its key is that of the field
-    /// without the unit of milliseconds.
+    /// Creates the description (section, name and documentation) of the struct field `field`, from
+    /// which its job.yaml key is declared. The name of its key is that of the field without the
+    /// unit of milliseconds.
     pub(crate) fn new(
         section: &'static str,
         field: &'static str,
@@ -71,20 +71,21 @@ pub(crate) fn extract_first_paragraph(doc: &str) -> String {
     text.strip_suffix('.').unwrap_or(&text).to_owned()
 }
 
-/// The declaration of one field of the section struct `S`: usually a key of job.yaml or an inner
-/// section.
+/// Defines how one field of the section struct `S` is read, printed and documented as a key, or an
+/// inner section, of job.yaml.
 pub(crate) trait FieldDeclaration<S> {
     /// The Rust type of the declared field.
     type Value;
 
-    /// Appends the keys that the field stands for to `table`, the table of all keys of job.yaml.
+    /// Appends the job.yaml keys that this field defines (one key, or those of an inner section) to
+    /// `table`, the table of all keys.
     fn declare(&self, context: FieldContext, table: &mut Vec<KeyInfo>);
 
     /// Reads the value of the field from the YAML of its section.
     fn decode(&self, context: FieldContext, d: &mut JobDecoder, section: &JobSection<'_>) -> Self::Value;
 
-    /// Computes the default of the field if the job does not contain its key, whose path is then in
-    /// `unset`; otherwise returns `None`.
+    /// Computes the default of the field's key if the job lacks the key; returns `None` if the job
+    /// contains the key or its default is fixed.
     fn compute_default(
         &self,
         _context: FieldContext,
@@ -95,17 +96,17 @@ pub(crate) trait FieldDeclaration<S> {
         None
     }
 
-    /// Computes the missing defaults of the keys within the field's value, if the field is an inner
-    /// section.
+    /// Computes the defaults of those keys of an inner section that the job lacks and whose
+    /// defaults depend on other keys.
     fn fill_inner_defaults(&self, _value: &mut Self::Value, _unset: &UnsetKeys, _values: &JobValues) {}
 
-    /// Appends the keys that the field stands for, with their values as YAML text, to `values`.
-    /// `owner` is the section.
+    /// Appends the field's job.yaml keys, with their values as YAML text, to `values`. `owner` is
+    /// the section.
     fn print(&self, context: FieldContext, owner: &S, value: &Self::Value, values: &mut JobValues);
 }
 
-/// Returns `entry` unchanged, and makes the compiler check that `entry` declares a field of the
-/// type `V` in the section struct `S`.
+/// Returns `entry` unchanged; its signature makes a declaration for another field type or section
+/// struct a compile error.
 pub(crate) fn check_entry_type<S, V, E: FieldDeclaration<S, Value = V>>(entry: E) -> E {
     entry
 }
@@ -185,12 +186,12 @@ macro_rules! section {
 }
 pub(crate) use section;
 
-/// The declaration of a field that is part of a section struct, but not a key of job.yaml, because
-/// the code fills it in after decoding.
+/// The declaration of a struct field without a key in job.yaml, which the code sets after the job
+/// was decoded.
 pub(crate) struct FieldWithoutKey<T>(PhantomData<T>);
 
-/// Declares a field that is part of a section struct, but not a key of job.yaml, because the code
-/// fills it in after decoding. Decoding leaves the field at the default of its type.
+/// Declares a struct field without a key in job.yaml, which the code sets after the job was
+/// decoded. Decoding leaves the field at the default of its type.
 pub(crate) fn field_without_key<T>() -> FieldWithoutKey<T> {
     FieldWithoutKey(PhantomData)
 }
@@ -251,15 +252,15 @@ impl<S, T: Section> FieldDeclaration<S> for InnerSection<T> {
     }
 }
 
-/// The declaration of a field that is an inner section of job.yaml that a job may omit, such as
-/// `train.eval`.
+/// The declaration of an optional inner section of job.yaml, such as `train.eval`, as a field of
+/// type `Option`.
 pub(crate) struct OptionalInnerSection<T> {
     accepts_null: bool,
     section: PhantomData<T>,
 }
 
-/// Declares a field that is an inner section of job.yaml that a job may omit, such as `train.eval`
-/// within `train`. The value `null` stands for an absent section.
+/// Declares an optional inner section of job.yaml, such as `train.eval` within `train`, as a field
+/// of type `Option`. The value `null` stands for an absent section.
 pub(crate) fn optional_inner_section<T: Section>() -> OptionalInnerSection<T> {
     OptionalInnerSection { accepts_null: true, section: PhantomData }
 }

@@ -9,16 +9,16 @@ use diagnostic::codes::job as codes;
 use serde_json::json;
 use std::path::PathBuf;
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept texts that are not empty
-/// and have no control characters, line breaks and tabs included.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept non-empty text without
+/// control characters, line breaks and tabs.
 pub(crate) fn text_type() -> ValueType<String> {
     let schema = json!({"type": "string", "minLength": 1});
     ValueType::new_single_line("text", schema, read_text, |t| quote_yaml(t)).with_expected_phrase("text")
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept any scalar, also a number
-/// or boolean, which is read as the text that the job file contains. Arguments and values of
-/// variables may look like numbers. Line breaks are allowed.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept any scalar and read
+/// numbers and booleans as text, too. Arguments and values of variables may look like numbers. Line
+/// breaks are allowed.
 pub(crate) fn verbatim_text_type() -> ValueType<String> {
     let schema = json!({"type": ["string", "number", "boolean"]});
     let quote = |text: &String| quote_yaml(text);
@@ -67,8 +67,8 @@ pub(crate) fn template_type(names: &'static [&'static str]) -> ValueType<String>
     })
 }
 
-/// Describes the first placeholder (such as `{run}`) of a text that is not among `names` or
-/// malformed; `None` if there is no such placeholder.
+/// Describes the first malformed or unknown placeholder such as `{run}` in a text; `None` if all
+/// placeholders are among `names`.
 fn describe_wrong_placeholder(text: &str, names: &[&str]) -> Option<String> {
     let mut rest = text;
     while let Some(open) = rest.find(['{', '}']) {

@@ -32,8 +32,8 @@ pub(crate) fn size_type(least: u64, expected: &'static str) -> ValueType<u64> {
 }
 
 /// Returns the value type ([`ValueType`]) of keys of job.yaml that accept a number with a unit,
-/// such as `90s`, which `parse` converts to an integer. `units` is a regular expression for the
-/// unit. `unit` is the unit that the error for a bare number suggests.
+/// such as `90s` or `4KiB`, as an integer. `units` is a regular expression for the unit. `unit` is
+/// the unit that the error for a bare number suggests.
 fn number_with_unit_type(
     accepts: &'static str,
     expected: &'static str,

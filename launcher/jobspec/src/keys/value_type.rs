@@ -96,9 +96,9 @@ impl<T: 'static> ValueType<T> {
         self
     }
 
-    /// Converts the type to one whose values have the Rust type `U`. The function `from` converts a
-    /// value after it was read, and `to` converts it back to print it. A value for which `to`
-    /// returns `None` is not printed.
+    /// Converts this value type to one whose values have the Rust type `U` instead of `T`. The
+    /// function `from` converts a value after it was read, and `to` converts it back to print it. A
+    /// value for which `to` returns `None` is not printed.
     pub(crate) fn convert<U: 'static>(
         self,
         from: impl Fn(T) -> U + 'static,
@@ -138,7 +138,8 @@ impl<T: 'static> ValueType<T> {
 }
 
 impl<T: Clone + 'static> ValueType<T> {
-    /// Makes the values `Option`s, where `None` stands for a key that the job does not contain.
+    /// Converts a type of values `T` to a type of values `Option<T>`, in which `None` means that
+    /// the job lacks the key.
     pub(crate) fn optional(self) -> ValueType<Option<T>> {
         self.convert(Some, Clone::clone)
     }
@@ -189,7 +190,8 @@ impl<T: 'static> ValueType<Vec<T>> {
     }
 }
 
-/// Converts a [`ValueType`] to one whose values are wrapped in an enum variant with one field.
+/// Converts a [`ValueType`] of values `T` to one whose values are an enum variant that contains a
+/// `T`.
 macro_rules! in_variant {
     ($values:expr, $variant:path) => {
         $values.convert($variant, |value| match value {
@@ -234,8 +236,8 @@ pub(crate) fn wrong_format_error(expected: impl Into<String>, node: &YamlNode) -
     ValueError::unexpected(choose_text_error_code(node, codes::JOB_VALUE_FORMAT), expected, node)
 }
 
-/// Returns the diagnostic code of an error about a value in job.yaml: `code` if the value is text,
-/// otherwise the code of a value of the wrong type.
+/// Returns the diagnostic code for an error about a value in job.yaml: `code` for a text, or
+/// `job-value-type` for a value of another type.
 pub(crate) fn choose_text_error_code(node: &YamlNode, code: Code) -> Code {
     if matches!(node.value, YamlValue::Text) { code } else { codes::JOB_VALUE_TYPE }
 }

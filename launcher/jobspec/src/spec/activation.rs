@@ -1,4 +1,5 @@
-//! `run.activate`: the environments of a host that its workers use, such as a virtual environment.
+//! `run.activate`: the virtual environments, Conda environments, modules or scripts that launch
+//! activates on each host before it starts workers.
 use crate::{
     keys::{
         collections::list_type,
@@ -78,8 +79,8 @@ const DOCUMENTED_VALUES: &str =
 const EXPECTED_VALUES: &str =
     "`{venv: path}`, `{conda: name}`, `{modules: [name]}`, `{script: path}`, or a list of these";
 
-/// Returns the value type ([`ValueType`]) of names of Conda environments and modules, which must
-/// not begin with `-` or contain special characters, because they become arguments of commands.
+/// Returns the value type ([`ValueType`]) of names of Conda environments and modules, without
+/// special characters because the names become arguments of commands.
 fn environment_name_type() -> ValueType<String> {
     let expected = "a name of letters, digits and `_-.,:/@+~`";
     formatted_text_type("name", expected, "^[A-Za-z0-9_.,:/@+~][A-Za-z0-9_.,:/@+~-]{0,254}$", |name| {

@@ -62,10 +62,11 @@ section! {
 /// The advice to remove a key of the section `checkpoint` from the job file, if the job runs the
 /// user's own program (`run.command`) instead of the built-in training.
 const REMOVE_KEY_HELP: &str = "remove it; the program saves its own checkpoints";
-/// The rule that a key only has an effect in the built-in training, and is an error in a job that
-/// runs a program.
+/// The rule that rejects the keys of the section `checkpoint`, except `dir`, in a job that runs the
+/// user's own program (`run.command`).
 const BUILT_IN_ONLY_RULES: &[Rule] = &[Rule::no_effect(&[RUNS_PROGRAM]).with_help(REMOVE_KEY_HELP)];
-/// The rule that a key, in a job that runs a program, only has an effect with `resume.from: auto`.
+/// The rule that rejects `checkpoint.dir` in a job that runs the user's own program and does not
+/// set `resume.from: auto`.
 const RESUME_AUTO_ONLY_RULES: &[Rule] =
     &[Rule::no_effect(&[RUNS_PROGRAM, Condition::NoneOf("resume.from", &["auto"])])
         .with_message("`{key}` has no effect in a job with `run.command` without `resume.from: auto`")
@@ -90,8 +91,8 @@ section! {
     pub keep_workers: bool = Key::new(boolean_type(), "true");
 }
 
-/// Returns the default of `checkpoint.memory.keep_workers` (whether the processes of workers that
-/// did not fail are kept for a restart), for jobs stored by earlier versions, which lack the key.
+/// Returns `true`, the value of `checkpoint.memory.keep_workers` in stored jobs of earlier
+/// versions, which do not have this key.
 fn keeps_workers_by_default() -> bool {
     true
 }
@@ -158,7 +159,8 @@ section! {
     pub rng: RngPolicy = Key::new(choice_type(), "reconcile").with_rules(RNG_RULES);
 }
 
-/// The rule that a key, in a job that runs a program, only has an effect with `resume.from`.
+/// The rule that warns about `resume.rng` in a job that runs the user's own program and sets
+/// `resume.from: never`.
 const RNG_RULES: &[Rule] = &[Rule::no_effect(&[RUNS_PROGRAM, Condition::OneOf("resume.from", &["never"])])
     .into_warning()
     .with_message("`{key}` has no effect without `resume.from`")

@@ -92,42 +92,46 @@ pub(crate) const MAX_HOST_COUNT: u64 = 65_536;
 /// this value.
 const MAX_GPUS_PER_HOST: u64 = 1024;
 
-/// The condition, for rules about keys, that the workers of a built-in training compute on CPUs.
+/// The condition that `cluster.devices` is `auto` or `cpu`, with which workers of the built-in
+/// training compute on CPUs.
 pub(crate) const TRAINS_ON_CPUS: Condition = Condition::OneOf("cluster.devices", &["auto", "cpu"]);
-/// The condition, for rules about keys, that the job runs a program (`run.command`).
+/// The condition that the job sets `run.command`, and therefore runs the user's own program instead
+/// of the built-in training.
 pub(crate) const RUNS_PROGRAM: Condition = Condition::Given("run.command");
 
-/// Creates the rule that a key only has an effect in built-in training on GPUs. `when` are the
-/// conditions under which a job is no such training.
+/// Creates a rule that rejects a key which has an effect only in built-in training on GPUs, in jobs
+/// that meet all conditions in `when`. `when` are the conditions under which a job is no such
+/// training.
 const fn only_on_gpus_rule(when: &'static [Condition]) -> Rule {
     Rule::no_effect(when)
         .with_message("`{key}` has no effect except in built-in training on GPUs")
         .with_help("set `cluster.devices: cuda`, or remove the key")
 }
 
-/// The rule that warns about `cluster.store` in a built-in training, which needs no store.
+/// The rule that warns about `cluster.store` (which process serves torch's `TCPStore`) in the
+/// built-in training, which does not use torch.
 const STORE_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")]).into_warning()];
 
-/// The rule that the built-in training cannot use accelerators other than GPUs of NVIDIA.
+/// The rule that rejects a built-in training whose `cluster.devices` selects accelerators other
+/// than GPUs of NVIDIA.
 const DEVICE_RULES: &[Rule] = &[Rule::no_effect(&[
     Condition::NotGiven("run.command"),
     Condition::OneOf("cluster.devices", &["rocm", "xpu", "npu", "hpu", "neuron"]),
 ])
 .with_message("the built-in training computes on CPUs or GPUs of NVIDIA only")
 .with_help("set `cluster.devices` to `cpu` or `cuda`")];
-/// The rules that a key only has an effect in built-in training on GPUs, and is an error in other
-/// jobs.
+/// The rules that reject `cluster.workers_per_gpu` in all jobs except built-in training on GPUs.
 const WORKERS_PER_GPU_RULES: &[Rule] =
     &[only_on_gpus_rule(&[RUNS_PROGRAM]), only_on_gpus_rule(&[TRAINS_ON_CPUS])];
-/// The rules that `cluster.comm_backend` only has an effect in built-in training on GPUs. On CPUs,
-/// workers communicate through the host, so only `nccl` is an error.
+/// The rules that reject `cluster.comm_backend`, or warn about it, in all jobs except built-in
+/// training on GPUs. On CPUs, workers communicate through the host, so only `nccl` is an error.
 const COMM_BACKEND_RULES: &[Rule] = &[
     only_on_gpus_rule(&[RUNS_PROGRAM]),
     only_on_gpus_rule(&[TRAINS_ON_CPUS, Condition::OneOf("cluster.comm_backend", &["nccl"])]),
     only_on_gpus_rule(&[TRAINS_ON_CPUS]).into_warning(),
 ];
-/// The rules that the directories of CUDA libraries have an effect only in built-in training on
-/// GPUs.
+/// The rules for `cluster.cuda_library_paths`, which reject the key in jobs with `run.command` and
+/// warn in training on CPUs.
 const LIBRARY_RULES: &[Rule] =
     &[only_on_gpus_rule(&[RUNS_PROGRAM]), only_on_gpus_rule(&[TRAINS_ON_CPUS]).into_warning()];
 
@@ -144,16 +148,15 @@ pub enum InterfaceSelector {
 }
 
 impl ClusterSpec {
-    /// Returns whether built-in workers compute on GPUs. They do so if `devices` is `cuda` or a
-    /// list.
+    /// Returns whether the workers of the built-in training compute on GPUs. They do so if
+    /// `devices` is `cuda` or a list.
     pub fn trains_on_gpus(&self) -> bool {
         matches!(self.devices, DeviceSelection::Cuda | DeviceSelection::List(_))
     }
 }
 impl InterfaceSelector {
-    /// Returns whether a worker may listen at `address`, an IP address of the network interface
-    /// `interface`, according to `cluster.interface`. [`InterfaceSelector::Auto`] allows every
-    /// address.
+    /// Returns whether `cluster.interface` allows a worker to listen at `address`, an IP address of
+    /// the network interface `interface`. [`InterfaceSelector::Auto`] allows every address.
     pub fn allows_address(&self, interface: &str, address: IpAddr) -> bool {
         match self {
             InterfaceSelector::Auto => true,
@@ -164,8 +167,8 @@ impl InterfaceSelector {
         }
     }
 
-    /// Returns whether `text` can be the name of a network interface, or is a network such as
-    /// `10.1.0.0/16`.
+    /// Returns whether `text` is a possible name of a network interface, such as `eth0`, or an IP
+    /// network, such as `10.1.0.0/16`.
     pub fn is_valid_name(text: &str) -> bool {
         match text.split_once('/') {
             Some((address, bits)) => {
@@ -261,8 +264,8 @@ fn workers_per_host_type() -> ValueType<WorkersPerHost> {
         .or_keywords(&[("auto", WorkersPerHost::Auto)])
 }
 
-/// Returns the value type ([`ValueType`]) of names of network interfaces, and of networks as an
-/// address and a prefix length, for `cluster.interface`.
+/// Returns the value type ([`ValueType`]) of `cluster.interface` without its keywords: the name of
+/// a network interface, or a network such as `10.1.0.0/16`.
 fn interface_name_type() -> ValueType<String> {
     let expected = "the name of an interface or a network such as `10.1.0.0/16`";
     formatted_text_type(

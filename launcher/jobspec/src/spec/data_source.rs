@@ -1,4 +1,5 @@
-//! [`DataSource`]: the files of `train.data`, or one weighted source of its mixture.
+//! [`DataSource`]: training files with their format and weight, either all data of a job
+//! (`train.data.files`) or one source of `train.data.mixture`.
 use crate::{
     keys::{
         choice::{choice_type, choices},
@@ -73,8 +74,8 @@ choices! {
 }
 
 impl RecordFormat {
-    /// Returns the default of the key `field`: the name of the field of each record that contains
-    /// the text or the messages.
+    /// Returns the default of the key `field`, which names the JSON field or column that contains a
+    /// record's text (`text`) or its messages (`messages`).
     pub fn default_field(self) -> &'static str {
         match self {
             RecordFormat::Text => "text",
@@ -82,8 +83,8 @@ impl RecordFormat {
         }
     }
 
-    /// Returns the default of the key `loss_on`: which tokens count for the loss, depending on the
-    /// format of the records.
+    /// Returns the default of the key `loss_on`: the loss of plain text covers all tokens, and the
+    /// loss of chats covers the assistant's tokens.
     fn default_loss_targets(self) -> LossTargets {
         match self {
             RecordFormat::Text => LossTargets::All,
@@ -109,12 +110,12 @@ const MAX_SOURCES: usize = 64;
 const FILES_KEY: &str = "train.data.files";
 const MIXTURE_KEY: &str = "train.data.mixture";
 
-/// The rule that the keys for the files of a single data source conflict with `train.data.mixture`,
-/// whose sources have these keys themselves.
+/// The rule that the keys of a single data source, such as `train.data.files`, cannot be combined
+/// with `train.data.mixture`.
 const FILES_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given(MIXTURE_KEY)])
     .with_help("move the key into the sources of the mixture")];
-/// The rule that `train.data.loss_on: assistant` requires records that are chats (`format: chat`),
-/// for jobs with `train.data.files`. [`LOSS_RULES`] is the rule for sources of a mixture.
+/// The rule that rejects `train.data.loss_on: assistant` unless the training data consists of chats
+/// (`train.data.format: chat`). [`LOSS_RULES`] is the rule for sources of a mixture.
 const FILES_LOSS_RULES: &[Rule] = &[Rule::conflict(&[
     Condition::NoneOf("train.data.format", &["chat"]),
     Condition::OneOf("train.data.loss_on", &["assistant"]),
@@ -122,12 +123,12 @@ const FILES_LOSS_RULES: &[Rule] = &[Rule::conflict(&[
 .with_message("`train.data.loss_on: assistant` requires `train.data.format: chat`")
 .with_help("set `train.data.format: chat`, or remove `loss_on`")];
 
-/// The declaration of the field with the data sources of a job, which job.yaml contains as
-/// `train.data.files` (one source) or `train.data.mixture` (several weighted sources).
+/// The declaration of the job's list of data sources, which job.yaml contains as `train.data.files`
+/// (one source) or `train.data.mixture` (several).
 pub(crate) struct DataSourcesDeclaration;
 
-/// Declares the keys of `train.data` that describe data sources: `files` with its settings, or
-/// `mixture`.
+/// Declares the keys of `train.data` that describe the data: either `files`, `format`, `field` and
+/// `loss_on`, or `mixture`.
 pub(crate) fn declare_data_sources() -> DataSourcesDeclaration {
     DataSourcesDeclaration
 }

@@ -68,26 +68,26 @@ pub fn is_reserved_variable(name: &str) -> bool {
     RESERVED_VARIABLES.iter().any(|(reserved, _)| *reserved == name)
 }
 
-/// The environment variables of `run.env`: those whose values the job contains, and those whose
-/// values are read from a file or from launch's environment.
+/// The variables of `run.env` in two lists: name and value, or name and source (a file or a
+/// variable of launch's environment).
 type Environment = (Vec<(String, String)>, Vec<(String, EnvSource)>);
 
-/// The declaration of the field `env`: the environment variables of the key `run.env` whose values
-/// are written in the job.
+/// The declaration of the job's list of `run.env` variables with a value in job.yaml, such as
+/// `NAME: value`.
 pub(crate) struct EnvironmentValuesDeclaration;
 
-/// The declaration of the field `env_from`: the environment variables of the key `run.env` whose
-/// values are read from a file or from launch's environment.
+/// The declaration of the job's list of `run.env` variables without a value in job.yaml, such as
+/// `NAME: {from_file: path}`.
 pub(crate) struct EnvironmentSourcesDeclaration;
 
-/// Declares the key `run.env`, and the field that contains those of its environment variables whose
-/// values are written in the job.
+/// Declares the key `run.env`, and the struct field for those variables that have a value in
+/// job.yaml.
 pub(crate) fn declare_environment_values() -> EnvironmentValuesDeclaration {
     EnvironmentValuesDeclaration
 }
 
-/// Declares the field for the environment variables of `run.env` whose values are read from a file
-/// or from launch's environment.
+/// Declares the struct field for those `run.env` variables that get their values from a file or
+/// from launch's environment.
 pub(crate) fn declare_environment_sources() -> EnvironmentSourcesDeclaration {
     EnvironmentSourcesDeclaration
 }

@@ -1,6 +1,6 @@
 //! The properties of model families that determine defaults and checks of `train.model`.
 
-/// The model family of a new model whose job does not name one.
+/// The model family, `llama`, of a new model if the job does not set `train.model.family`.
 pub(crate) const DEFAULT_FAMILY: &str = "llama";
 /// The model families with learned positions and LayerNorm in place of rotary embeddings and
 /// RMSNorm. Their heads have the width `hidden_size` / `num_attention_heads`, and there are as many
@@ -12,7 +12,8 @@ pub(crate) const INTERMEDIATE_SIZE_DEFAULT_TEXT: &str =
 /// The text by which docs/job.md describes the defaults of `tie_word_embeddings`.
 pub(crate) const TIED_EMBEDDINGS_DEFAULT_TEXT: &str = "`false`; `true` with `gpt2` and `gemma…`";
 
-/// Returns whether the models of a family have learned positions and LayerNorm, as GPT-2.
+/// Returns whether models of the family `family` use learned position embeddings and LayerNorm, as
+/// GPT-2 does.
 pub(crate) fn has_learned_positions(family: &str) -> bool {
     LEARNED_POSITION_FAMILIES.contains(&family)
 }

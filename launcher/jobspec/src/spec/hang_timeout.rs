@@ -1,11 +1,12 @@
-//! [`HangTimeout`]: `run.hang_timeout`, the time without progress after which an attempt fails.
+//! [`HangTimeout`]: `run.hang_timeout`, the time without progress of the workers after which launch
+//! treats them as hung.
 use crate::keys::{
     units::duration_range_type,
     value_type::{ValueType, in_variant},
 };
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// The word for [`HangTimeout::Auto`] in jobs.
+/// The keyword `auto` of `run.hang_timeout` in job.yaml, which selects [`HangTimeout::Auto`].
 const AUTO: &str = "auto";
 
 /// `run.hang_timeout`: the time without progress after which an attempt (start of all workers)
@@ -25,7 +26,8 @@ pub enum HangTimeout {
 }
 
 impl HangTimeout {
-    /// Returns the value type ([`ValueType`]) of `run.hang_timeout`.
+    /// Returns the value type ([`ValueType`]) of `run.hang_timeout`: `auto`, `off`, or a duration
+    /// of at least one second.
     pub(super) fn value_type() -> ValueType<HangTimeout> {
         let duration = duration_range_type(1000..=u64::MAX, "a duration of 1s or more")
             .documented_as("duration of 1s or more");

@@ -119,7 +119,7 @@ fn read_host_pattern(node: &YamlNode) -> ReadResult<String> {
     }
 }
 
-/// Fails if the texts of the list `cluster.hosts` together name a host twice, or more than
+/// Fails if the list `cluster.hosts` contains the same host twice, or expands to more than
 /// [`MAX_HOSTS`] hosts. `node` is the list.
 fn reject_duplicate_hosts(node: &YamlNode, texts: &[String]) -> ReadResult<()> {
     let YamlValue::List(items) = &node.value else { return Ok(()) };
@@ -157,8 +157,7 @@ pub(crate) fn host_filters_type() -> ValueType<Vec<String>> {
     ValueType::new("list of text", schema, read, move |list| filters().print(list))
 }
 
-/// Returns the value type ([`ValueType`]) of names of users for SSH logins, which may also be
-/// written before the `@` of a host.
+/// Returns the value type ([`ValueType`]) of login names for SSH, such as `user` in `user@host`.
 pub(crate) fn user_name_type() -> ValueType<String> {
     formatted_text_type("text", "a user name", "^[^@:\\s]+$", |name| {
         parse_hosts(&format!("{name}@host")).is_ok_and(|hosts| hosts.len() == 1)

@@ -33,7 +33,8 @@ section! {
     pub checks_hosts: bool = field_without_key();
 }
 
-/// The rule that a key only has an effect in jobs with `cluster.hosts: join`.
+/// The rule that warns about the keys of `cluster.join` in jobs with `cluster.hosts: local` or
+/// `slurm`, whose hosts do not join.
 const JOIN_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local", "slurm", "pbs", "lsf"])]).into_warning()];
 /// The longest time that a job may wait for other nodes to join, in milliseconds.

@@ -36,8 +36,8 @@ section! {
     pub targets: LoraTargets = Key::new(targets_type(), "all-linear");
 }
 
-/// The rule that a key conflicts with `train.lora.from`, because the adapter_config.json of the
-/// existing adapters determines its value.
+/// The rule that rejects other keys of `train.lora` next to `train.lora.from`, because the
+/// adapter_config.json of the existing adapters has their values.
 const NEW_ADAPTER_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.lora.from")])
     .with_help("remove it; adapter_config.json of the directory has {name}")];
 

@@ -79,17 +79,17 @@ section! {
     pub initializer_range: f64 = Key::new(positive_f32_type(), "0.02");
 }
 
-/// The rule that a key conflicts with `train.model.from`, because the config.json of the pretrained
-/// model determines its value.
+/// The rule that rejects other keys of `train.model` next to `train.model.from`, because the
+/// config.json of the pretrained model has their values.
 const NEW_MODEL_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.model.from")])
     .with_help("remove it; config.json of the directory has {name}")];
-/// The rule that rejects `rope_theta` and `rms_norm_eps` in jobs whose model family has learned
-/// positions and LayerNorm, as `gpt2`.
+/// The rule that rejects `rope_theta` and `rms_norm_eps` for model families such as `gpt2`, which
+/// have neither rotary embeddings nor RMSNorm.
 const ROTARY_AND_RMSNORM_RULES: &[Rule] =
     &[Rule::conflict(&[Condition::OneOf("train.model.family", LEARNED_POSITION_FAMILIES)])
         .with_help(FAMILY_HELP)];
-/// The advice of errors about keys that do not apply to model families with learned positions, such
-/// as GPT-2.
+/// The help text of the error about a `train.model` key that model families such as GPT-2 do not
+/// have.
 pub(crate) const FAMILY_HELP: &str = "remove it; the family has LayerNorm, learned positions, and as many key heads \
     as query heads, of width `hidden_size` / `num_attention_heads`";
 

@@ -38,8 +38,8 @@ section! {
 }
 
 impl ObserveSpec {
-    /// Returns whether the job names no service, such as MLflow, that records it, and serves no
-    /// metrics.
+    /// Returns whether the section `observe` has no effect, because the job sets neither
+    /// `observe.mlflow` nor `observe.metrics`.
     pub(crate) fn is_empty(&self) -> bool {
         self.mlflow.is_none() && self.metrics.is_none()
     }
@@ -55,8 +55,9 @@ pub enum MetricsAddress {
 }
 
 impl MetricsAddress {
-    /// Parses the value of `observe.metrics`. Returns `None` if the text is no loopback address
-    /// with a port, and not `unix:` with an absolute path.
+    /// Parses the value of `observe.metrics`, such as `127.0.0.1:9400` or `unix:/run/launch.sock`.
+    /// Returns `None` if the text is no loopback address with a port, and not `unix:` with an
+    /// absolute path.
     pub fn parse(text: &str) -> Option<MetricsAddress> {
         if let Some(path) = text.strip_prefix("unix:") {
             let is_valid =
@@ -68,7 +69,8 @@ impl MetricsAddress {
     }
 }
 
-/// Returns the value type ([`ValueType`]) of `observe.metrics`.
+/// Returns the value type ([`ValueType`]) of `observe.metrics`: a loopback address with a port, or
+/// `unix:` and an absolute path.
 fn metrics_address_type() -> ValueType<String> {
     formatted_text_type(
         "`127.0.0.1:PORT`, `[::1]:PORT` or `unix:PATH`",

@@ -84,7 +84,8 @@ const EPS_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf(NAME_KEY, &["sgd
 /// hyper-parameter.
 const MOMENTUM_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::OneOf(NAME_KEY, &["adamw", "lion", "adafactor"])])];
-/// The rule that rejects the keys of Adafactor for all other optimizers.
+/// The rule that rejects the keys `beta1`, `beta2_decay` and `clip_threshold` in jobs with an
+/// optimizer other than Adafactor.
 const ADAFACTOR_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NoneOf(NAME_KEY, &["adafactor"])])];
 /// The text by which docs/job.md describes the defaults of `betas`.
 const BETAS_DEFAULT_TEXT: &str = "[0.9, 0.95]; with `lion` [0.9, 0.99]";

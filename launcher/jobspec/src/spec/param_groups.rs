@@ -31,10 +31,10 @@ section! {
     pub momentum: Option<f64> = Key::optional(fraction_type(), UNCHANGED_DEFAULT_TEXT);
 }
 
-/// The text by which docs/job.md describes the default of a hyper-parameter in
-/// `train.optimizer.groups`.
+/// The text by which docs/job.md describes the default of each hyper-parameter of a parameter
+/// group: the value in `train.optimizer`.
 const UNCHANGED_DEFAULT_TEXT: &str = "the value of `train.optimizer`";
-/// The rule that an item of `train.optimizer.groups` has `lr` or `lr_scale`, but not both.
+/// The rule that rejects an item of `train.optimizer.groups` that sets both `lr` and `lr_scale`.
 const LR_SCALE_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("lr")]).with_help("keep one of them")];
 
 /// Returns the value type ([`ValueType`]) of lists of patterns that select parameters by name.

@@ -20,8 +20,8 @@ pub enum PortSelection {
 }
 
 impl PortSelection {
-    /// Parses a range such as `20000-20100`. Returns `None` if the text has another form, or if the
-    /// range contains no port or port 0.
+    /// Parses a range of ports such as `20000-20100`. Returns `None` if the text has another form,
+    /// or if the range contains no port or port 0.
     pub fn parse_range(text: &str) -> Option<PortSelection> {
         let (first, last) = text.split_once('-')?;
         let parse = |number: &str| {
@@ -40,8 +40,8 @@ impl PortSelection {
         }
     }
 
-    /// Splits the range of ports into at most `parts` consecutive ranges of about equal length, for
-    /// example to use one port of each range. Any port is a single part.
+    /// Splits the range of ports into at most `parts` consecutive ranges of about equal length. Any
+    /// port is a single part.
     pub fn split(self, parts: usize) -> Vec<PortSelection> {
         let PortSelection::Range(first, last) = self else { return vec![self] };
         let (first, count) = (usize::from(first), usize::from(last - first) + 1);
@@ -52,8 +52,9 @@ impl PortSelection {
             .collect()
     }
 
-    /// Returns the ports that a process tries to bind, in this order: 0 for any port, or every port
-    /// of the range. Processes with different process ids begin at different ports.
+    /// Returns the ports that a process tries to bind, in this order: all ports of the range, or
+    /// only 0 if any free port may be used. Processes with different process ids begin at different
+    /// ports.
     pub fn candidate_ports(self) -> Vec<u16> {
         match self {
             PortSelection::Any => vec![0],
@@ -66,8 +67,8 @@ impl PortSelection {
         }
     }
 
-    /// Calls `bind` with one allowed port after another until it succeeds because the port is free,
-    /// and returns its result. Port 0 stands for any port. Fails if `bind` fails for another
+    /// Calls `bind` with the allowed ports, one after another, until it finds a free port, and
+    /// returns the result of `bind`. Port 0 stands for any port. Fails if `bind` fails for another
     /// reason, or if all ports of the range are in use.
     pub fn bind_first_free_port<T>(self, mut bind: impl FnMut(u16) -> io::Result<T>) -> io::Result<T> {
         for port in self.candidate_ports() {

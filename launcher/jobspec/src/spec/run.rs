@@ -138,8 +138,9 @@ section! {
     pub logs: LogsSpec = inner_section();
 }
 
-/// The minimum time in milliseconds in which workers of the built-in training can save and stop
-/// without a controller. If `run.controller_timeout` is longer, it applies instead.
+/// The minimum time, in milliseconds, in which built-in workers may save and stop once their agent
+/// has given up waiting for a new controller. If `run.controller_timeout` is longer, it applies
+/// instead.
 const MIN_UNATTENDED_SAVE_MS: u64 = 600_000;
 
 impl RunSpec {
@@ -149,9 +150,8 @@ impl RunSpec {
         if self.stop_signal == StopSignal::Term { 0 } else { self.stop_timeout_ms }
     }
 
-    /// Returns the time in which workers can save and stop, in milliseconds, after their agent
-    /// (launch's process on the host) has waited in vain for a new controller
-    /// (`run.controller_timeout`). The agent then kills the workers that still run.
+    /// Returns the time, in milliseconds, that workers have to save and stop once their agent has
+    /// given up waiting for a new controller. The agent then kills the workers that still run.
     pub fn unattended_stop_ms(&self) -> u64 {
         match self.command {
             Some(_) => self.grace_period_ms.saturating_add(self.sigterm_delay_ms()),
@@ -160,22 +160,21 @@ impl RunSpec {
     }
 }
 
-/// Returns the value type ([`ValueType`]) of leases (the time after which a silent host or
-/// controller counts as lost): durations of at least 2 s. A lease is longer than the interval of
-/// heartbeats.
+/// Returns the value type ([`ValueType`]) of `run.host_lease` and `run.controller_lease`: durations
+/// of at least 2 s without a heartbeat. A lease is longer than the interval of heartbeats.
 fn lease_type() -> ValueType<u64> {
     duration_range_type(2000..=u64::MAX, "a duration of 2s or more").documented_as("duration of 2s or more")
 }
 
-/// The rule that warns about a key that has no effect in the built-in training, which runs no
-/// program (`run.command`).
+/// The rule that warns about a key of the section `run`, such as `run.stop_signal`, that has no
+/// effect in the built-in training.
 const PROGRAM_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")]).into_warning()];
 
-/// The rules that warn about the key `run.activate` in the built-in training, which uses no
-/// activated environment.
+/// The rules that warn about `run.activate` in the built-in training, which does not use the user's
+/// Python or Conda environments.
 const ACTIVATE_RULES: &[Rule] = PROGRAM_RULES;
 
-/// The rules that warn about `run.activate_timeout` in a job that activates nothing.
+/// The rules that warn about `run.activate_timeout` in a job without `run.activate`.
 const ACTIVATE_TIMEOUT_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::NotGiven("run.activate")]).into_warning()];
 
@@ -192,12 +191,12 @@ const CONTAINER_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.co
 /// The rule that rejects the key `run.terminal` in the built-in training, which reads no input.
 const TERMINAL_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])];
 
-/// The rule that warns about the key `run.logs.show` (the ranks whose output is shown) in a job in
-/// which one rank has the terminal (`run.terminal`).
+/// The rule that warns about `run.logs.show`, which has no effect in a job with `run.terminal`
+/// because the terminal belongs to one rank.
 const SHOW_RULES: &[Rule] = &[Rule::no_effect(&[Condition::Given("run.terminal")]).into_warning()];
 
-/// The rules that warn about `run.stop_timeout` in a job whose programs get no signal before
-/// SIGTERM.
+/// The rules that warn about `run.stop_timeout` in jobs in which no program gets another stop
+/// signal before SIGTERM.
 const STOP_TIMEOUT_RULES: &[Rule] = &[
     Rule::no_effect(&[Condition::NotGiven("run.command")]).into_warning(),
     Rule::no_effect(&[Condition::OneOf("run.stop_signal", &["SIGTERM"])]).into_warning(),
@@ -237,13 +236,13 @@ fn wrappers_type() -> ValueType<Vec<WrapSpec>> {
     )
 }
 
-/// The rule that warns about leases (the time after which a silent host or controller counts as
-/// lost) in a job that runs only on this machine, where they have no effect.
+/// The rule that warns about `run.host_lease` and `run.controller_lease` in a job that runs only on
+/// this machine (`cluster.hosts: local`).
 const LEASE_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local"])]).into_warning()];
 
-/// The rule that warns about the key `run.controller_timeout` (how long workers continue without a
-/// controller) in a job whose workers stop when the controller is lost.
+/// The rule that warns about `run.controller_timeout` in a job with `run.on_controller_loss: stop`,
+/// whose workers do not wait for a new controller.
 const CONTROLLER_TIMEOUT_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::OneOf("run.on_controller_loss", &["stop"])]).into_warning()];
 

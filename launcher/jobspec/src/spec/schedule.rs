@@ -29,9 +29,9 @@ section! {
 
 /// The path in job.yaml of the key that names the schedule of the learning rate.
 const NAME_KEY: &str = "train.schedule.name";
-/// The rule that rejects a key that has no effect with a constant learning rate.
+/// The rule that rejects `train.schedule.min_lr` in jobs with a constant learning rate.
 const MIN_LR_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf(NAME_KEY, &["constant"])])];
-/// The rule that rejects a key that only has an effect with the schedule `wsd`.
+/// The rule that rejects `train.schedule.decay_steps` in jobs with a schedule other than `wsd`.
 const DECAY_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NoneOf(NAME_KEY, &["wsd"])])];
 
 choices! {

@@ -113,7 +113,7 @@ const RESERVED_STEP_OPTIONS: &[&str] = &[
 ];
 
 /// Returns the value type ([`ValueType`]) of an option of srun, such as `--container-image=IMAGE`,
-/// which must not be (an abbreviation of) an option that launch sets itself.
+/// without the options that launch sets itself and their abbreviations.
 fn srun_option_type() -> ValueType<String> {
     let expected = "an option of srun such as \"--container-image=IMAGE\" that launch does not set itself";
     formatted_text_type("text", expected, "^--.+$", |option| {

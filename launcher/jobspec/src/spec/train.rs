@@ -101,8 +101,9 @@ section! {
     pub lora: Option<LoraSpec> = optional_inner_section();
 }
 
-/// The rules that `train.master_weights` only applies to 16-bit precisions, and cannot be `false`
-/// with fp16. The range of fp16 is too small for training without master weights.
+/// The rules for `train.master_weights`, which reject `false` with fp16, and warn about the key
+/// with any precision except bf16 and fp8. The range of fp16 is too small for training without
+/// master weights.
 const MASTER_WEIGHTS_RULES: &[Rule] = &[
     Rule::conflict(&[
         Condition::OneOf("train.precision", &["fp16"]),
@@ -115,8 +116,8 @@ const MASTER_WEIGHTS_RULES: &[Rule] = &[
         .with_help("remove it, or set `train.precision: bf16`"),
 ];
 
-/// The rule that `train.steps` may be 0 only if the job has a pretrained model
-/// (`train.model.from`). A run without steps converts the weights of that model.
+/// The rule that rejects `train.steps: 0` in jobs without a pretrained model (`train.model.from`).
+/// A run without steps converts the weights of that model.
 const STEPS_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::NotGiven("train.model.from"), Condition::OneOf("train.steps", &["0"])])
         .with_code(codes::JOB_VALUE_OUT_OF_RANGE)
@@ -139,11 +140,11 @@ const ATTENTION_RULES: &[Rule] = &[
         .with_help("set `train.deterministic: false`, or use `attention: auto`"),
 ];
 
-/// The condition, for rules about keys, that the job sets `train.attention: cudnn`.
+/// The condition that the job sets `train.attention: cudnn`, for rules that reject this value.
 const ATTENTION_IS_CUDNN: Condition = Condition::OneOf("train.attention", &["cudnn"]);
 
-/// Returns `true`, as the default of boolean keys that are absent from jobs stored by earlier
-/// releases.
+/// Returns `true`, the value of some boolean keys in stored jobs of earlier releases, which do not
+/// have these keys.
 fn enabled_by_default() -> bool {
     true
 }
@@ -153,8 +154,8 @@ fn enabled_by_default() -> bool {
 mod numerics {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-    /// The value of the field `numerics` in a checkpoint manifest, by which `train.deterministic`
-    /// is stored.
+    /// The JSON value by which a checkpoint manifest stores `train.deterministic`: `Reproducible`
+    /// for true, `Fast` for false.
     #[derive(Serialize, Deserialize)]
     enum StoredDeterminism {
         Reproducible,

@@ -84,8 +84,8 @@ impl From<OffloadTarget> for PathBuf {
     }
 }
 
-/// Returns the value type ([`ValueType`]) of `train.zero.offload`, without the keyword `none`:
-/// `{optimizer: cpu}` or `{optimizer: path}`.
+/// Returns the value type ([`ValueType`]) of `train.zero.offload` other than `none`: `{optimizer:
+/// cpu}` or `{optimizer: path}`.
 fn offload_target_type() -> ValueType<OffloadTarget> {
     let schema = json!({
         "type": "object",
@@ -151,7 +151,8 @@ section! {
     pub min_loss_scale: f64 = Key::new(positive_f32_type(), "1");
 }
 
-/// The rule that warns about a key that only has an effect with `train.precision: fp16`.
+/// The rule that warns about the keys of `train.loss_scale` in jobs with a precision other than
+/// fp16.
 const FP16_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::NoneOf("train.precision", &["fp16"])]).into_warning()];
 

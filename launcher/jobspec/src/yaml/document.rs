@@ -59,9 +59,8 @@ pub enum DocumentValue {
 }
 
 impl DocumentItem {
-    /// Creates a value that is not part of the file, such as one from a command line; messages
-    /// about it show the position of `neighbor`, the value of the file to which the new value is
-    /// added.
+    /// Creates a value that is not in the file, such as one from a command line, and gives it the
+    /// file position of the value `neighbor`.
     pub fn new_at_position_of(neighbor: &DocumentItem, value: DocumentValue, text: String) -> DocumentItem {
         DocumentItem { value, text, span: neighbor.span }
     }
@@ -89,8 +88,8 @@ impl Document {
         Document::parse(&name, &text, syntax)
     }
 
-    /// Parses `text`, the content of a configuration file of another program that messages call
-    /// `name`. Fails if the text is larger than 1 MiB, empty or malformed.
+    /// Parses `text`, the content of a configuration file of another program; messages refer to the
+    /// file as `name`. Fails if the text is larger than 1 MiB, empty or malformed.
     pub fn parse(name: &str, text: &str, syntax: DocumentSyntax) -> diagnostic::Result<Self> {
         let json;
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
@@ -154,8 +153,8 @@ fn begins_with_brace(text: &str) -> bool {
 /// Quoted strings stay unchanged. The length in bytes does not change either, so spans of the
 /// result are valid in `text`.
 fn blank_out_comments(text: &str) -> String {
-    /// The kind of text of which the current character of a JSON file is a part, while comments are
-    /// removed: code, a quoted string, or a line or block comment.
+    /// The state of the scanner that removes comments from a JSON file: in code, in a quoted
+    /// string, in a line comment or in a block comment.
     #[derive(PartialEq)]
     enum LexerState {
         Code,

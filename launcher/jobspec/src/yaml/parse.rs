@@ -38,7 +38,7 @@ pub(crate) fn parse_yaml(text: &str, source: u32, base: u32) -> Result<Option<Ya
     Ok(builder.root)
 }
 
-/// Parses the YAML text of a key's default, which the declaration of the key contains. Returns
+/// Parses the default of a job.yaml key, which its declaration contains as YAML text. Returns
 /// `None` if the text is not valid.
 pub(crate) fn parse_default_value(text: &str) -> Option<YamlNode> {
     parse_yaml(text, u32::MAX, 0).ok().flatten()
@@ -52,7 +52,8 @@ struct OpenNode {
     kind: OpenCollection,
 }
 
-/// The items or entries of an unfinished YAML list or mapping that have been read so far.
+/// The items or entries, read so far, of a YAML list or mapping whose end the parser has not
+/// reached.
 enum OpenCollection {
     List(Vec<YamlNode>),
     Map { entries: Vec<YamlEntry>, seen: HashMap<String, SourceSpan>, key: Option<(String, SourceSpan)> },
@@ -106,21 +107,21 @@ impl<'t> YamlTreeBuilder<'t> {
         }
     }
 
-    /// Converts a span that the YAML parser counts in characters to a span in bytes.
+    /// Converts a range of characters in the YAML text, as the YAML parser reports it, to a range
+    /// of bytes.
     fn to_byte_span(&self, span: YamlSpan) -> SourceSpan {
         let (start, end) =
             (self.find_byte_offset(span.start.index()), self.find_byte_offset(span.end.index()));
         self.make_span(start, end.max(start))
     }
 
-    /// Creates the span (position in the texts of the job) of the bytes `start..end` of the YAML
-    /// text.
+    /// Creates the [`SourceSpan`] of the bytes `start..end` of the YAML text.
     fn make_span(&self, start: u32, end: u32) -> SourceSpan {
         SourceSpan { source: self.source, start: self.base + start, end: self.base + end }
     }
 
-    /// Extends the tree by what one event of the YAML parser describes, such as a scalar or the
-    /// start of a list. Fails if the event is not supported or exceeds a limit.
+    /// Adds a scalar, list, mapping or alias to the tree, according to one event of the YAML
+    /// parser. Fails if the event is not supported or exceeds a limit.
     fn add_event(&mut self, event: Event<'_>, at: YamlSpan) -> Result<(), ValueError> {
         let span = self.to_byte_span(at);
         match event {
@@ -206,8 +207,8 @@ impl<'t> YamlTreeBuilder<'t> {
         self.add_node(YamlNode { span, value, raw: String::new() }, open.anchor)
     }
 
-    /// Adds a complete node to the innermost open list or mapping, as a key, a value or an item. A
-    /// node without a parent becomes the root.
+    /// Adds a complete node to the innermost open collection: as an item of a list, or as a key or
+    /// value of a mapping. A node without a parent becomes the root.
     fn add_node(&mut self, node: YamlNode, anchor: usize) -> Result<(), ValueError> {
         if anchor != 0 {
             let (nodes, bytes, _) = node.measure_tree_size();
@@ -229,8 +230,8 @@ impl<'t> YamlTreeBuilder<'t> {
         Ok(())
     }
 
-    /// Expands an alias: adds a copy of the node with the anchor number `anchor`. Fails if the node
-    /// contains the alias, or if the tree exceeds a limit.
+    /// Adds a copy of the node to which a YAML alias refers, and which the parser identifies by the
+    /// number `anchor`. Fails if the node contains the alias, or if the tree exceeds a limit.
     fn expand_alias(&mut self, anchor: usize, span: SourceSpan) -> Result<(), ValueError> {
         let Some(node) = self.anchors.get(&anchor) else {
             return Err(ValueError::new(
@@ -249,9 +250,8 @@ impl<'t> YamlTreeBuilder<'t> {
         self.add_node(node, 0)
     }
 
-    /// Adds to the counts of nodes and of bytes of scalars in the tree, and fails if the tree then
-    /// has more than [`MAX_NODES`] nodes or [`MAX_SCALAR_BYTES`] bytes of scalars. The error points
-    /// at `span`.
+    /// Adds `nodes` and `bytes` to the size of the tree, and fails if the size exceeds
+    /// [`MAX_NODES`] or [`MAX_SCALAR_BYTES`]. The error points at `span`.
     fn count_against_limits(
         &mut self,
         nodes: usize,
@@ -315,9 +315,9 @@ fn collection_as_key_error(span: SourceSpan) -> ValueError {
         .with_help("keys must be text")
 }
 
-/// Converts the node of a mapping's key to the text and the position of the key, and adds the key
-/// to `seen`, the keys of the mapping so far. Fails if the node is a list, a mapping, empty or a
-/// merge key, or if `seen` already contains the key.
+/// Returns the text and the position of a mapping's key, and adds the key to `seen` to detect
+/// duplicates. Fails if the node is a list, a mapping, empty or a merge key, or if `seen` already
+/// contains the key.
 fn convert_key_node(
     node: YamlNode,
     seen: &mut HashMap<String, SourceSpan>,

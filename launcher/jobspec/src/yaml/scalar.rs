@@ -98,16 +98,16 @@ pub fn parse_size(text: &str) -> Option<u64> {
     round_to_integer(number * unit)
 }
 
-/// Splits `1.5 GiB` into the number and the unit. Returns `None` if the number or the unit is
-/// missing.
+/// Splits a text such as `1.5 GiB` into the number 1.5 and the unit `GiB`. Returns `None` if the
+/// number or the unit is missing.
 fn split_number_and_unit(text: &str) -> Option<(f64, &str)> {
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.')?;
     let number = text[..split].parse::<f64>().ok()?;
     Some((number, text[split..].trim_start_matches(' ')))
 }
 
-/// Rounds `x` to the nearest integer. Returns `None` if `x` is negative, or too large for an exact
-/// result.
+/// Rounds a non-negative number to the nearest integer. Returns `None` if `x` is negative, or too
+/// large for an exact result.
 fn round_to_integer(x: f64) -> Option<u64> {
     (x.is_finite() && (0.0..9e15).contains(&x)).then(|| x.round() as u64)
 }

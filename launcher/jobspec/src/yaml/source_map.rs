@@ -4,7 +4,8 @@ use crate::secret_text::hide_secret_values;
 use diagnostic::{Diagnostic, Location};
 use std::{collections::BTreeMap, ops::Range};
 
-/// A command-line argument, and which bytes of the text of a job were made from the argument.
+/// A command-line argument from which a part of a job's YAML text was made, and the byte range of
+/// that part.
 #[derive(Clone, Debug)]
 pub struct JobArgument {
     /// The bytes of the job's text that were made from the argument.
@@ -13,8 +14,8 @@ pub struct JobArgument {
     pub argument: String,
 }
 
-/// A whole text that contains keys of the job: the job file, a text made from command-line
-/// arguments, or a `--set` argument.
+/// One text from which a job is read: the job file, YAML made from command-line arguments, or a
+/// `--set` argument.
 #[derive(Clone, Debug)]
 enum JobText {
     File { name: String, text: String },
@@ -22,8 +23,8 @@ enum JobText {
     Override { text: String },
 }
 
-/// Where a key is written in a job's text: the span of its name, and the span that messages point
-/// at.
+/// The positions of a key in the text of the job: that of its name, and the one to which messages
+/// about the key refer.
 #[derive(Clone, Copy, Debug)]
 struct KeySpans {
     name: SourceSpan,
@@ -32,8 +33,8 @@ struct KeySpans {
     shown: SourceSpan,
 }
 
-/// The texts that a job was read from, and the position of every key in them, at which diagnostics
-/// about a key point.
+/// The texts from which a job was read, and the position of every key in these texts, for messages
+/// to the user.
 #[derive(Clone, Debug)]
 pub struct SourceMap {
     texts: Vec<JobText>,
@@ -44,15 +45,15 @@ impl SourceMap {
     /// The index of the job file among the texts that a job is read from.
     pub(crate) const JOB_FILE_INDEX: u32 = 0;
 
-    /// Creates the map for a job file with the content `text`, in which the positions of the keys
-    /// are recorded later. `name` is the name of the file.
+    /// Creates the [`SourceMap`] of a job that was read from a file with the content `text`,
+    /// without positions of keys. `name` is the name of the file.
     pub(crate) fn new(name: &str, text: &str) -> Self {
         let texts = vec![JobText::File { name: name.to_owned(), text: text.to_owned() }];
         SourceMap { texts, keys: BTreeMap::new() }
     }
 
-    /// Creates the map for a job that was made from command-line arguments, in which the positions
-    /// of the keys are recorded later. `name` is the name of the command line in messages.
+    /// Creates the [`SourceMap`] of a job that was made from command-line arguments, without
+    /// positions of keys. `name` is the name of the command line in messages.
     pub(crate) fn from_command_line(name: &str, text: &str, arguments: Vec<JobArgument>) -> Self {
         let text = JobText::CommandLine { name: name.to_owned(), text: text.to_owned(), arguments };
         SourceMap { texts: vec![text], keys: BTreeMap::new() }
@@ -122,8 +123,9 @@ impl SourceMap {
         Location::File { file: self.job_file_name().to_owned() }
     }
 
-    /// Adds the place where a key is written to `diagnostic`, whose subject is the path of that
-    /// key. Returns a diagnostic that already has a location unchanged.
+    /// Sets the location of `diagnostic` to the place in the job file or `--set` argument where the
+    /// diagnostic's key (its subject) is written. Returns a diagnostic that already has a location
+    /// unchanged.
     pub fn add_location(&self, diagnostic: Diagnostic) -> Diagnostic {
         if diagnostic.location().is_some() {
             return diagnostic;
@@ -175,8 +177,8 @@ impl SourceMap {
         }
     }
 
-    /// Returns the part of a job's text that `span` covers, or an empty text if the span is not
-    /// valid.
+    /// Returns the text at `span` in the job file or `--set` argument; empty if the bytes of `span`
+    /// are not a valid range of a text.
     fn find_span_text(&self, span: SourceSpan) -> &str {
         let text = match self.texts.get(span.source as usize) {
             Some(
@@ -193,8 +195,8 @@ pub(crate) fn join_key_path(parent: &str, key: &str) -> String {
     if parent.is_empty() { key.to_owned() } else { format!("{parent}.{key}") }
 }
 
-/// Returns the position of a span in `text`: line and column, counted from 1, its width in
-/// characters, and the text of the line. The width is at least 1, and only covers the first line.
+/// Returns the line and column (counted from 1) of a span in `text`, the width of the span in
+/// characters, and the text of its line. The width is at least 1, and only covers the first line.
 fn compute_line_position(text: &str, span: SourceSpan) -> (u32, u32, u32, String) {
     let start = floor_char_boundary(text, span.start as usize);
     let end = floor_char_boundary(text, span.end as usize).max(start);

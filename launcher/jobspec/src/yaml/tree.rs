@@ -4,8 +4,8 @@ use crate::url_password::hide_url_passwords;
 /// The largest number of characters of a value that an error message quotes.
 const MAX_EXCERPT_CHARS: usize = 60;
 
-/// A part of a text that a job is read from: the bytes `start..end` of the job file, or of the
-/// `--set` argument, with the index `source` in the `SourceMap`.
+/// A range of bytes (`start..end`) in one of the texts from which a job is read: the job file or a
+/// `--set` argument.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SourceSpan {
     pub(crate) source: u32,

@@ -1,5 +1,5 @@
-//! [`ValueError`]: a mistake in a value or in YAML text, without the key that the value belongs to,
-//! which the caller adds.
+//! [`ValueError`]: a mistake in a YAML text or in one of its values, to whose message the caller
+//! adds the name of the job.yaml key.
 use super::{
     source_map::SourceMap,
     tree::{SourceSpan, YamlNode, YamlValue},
@@ -32,8 +32,8 @@ enum ValueMistake {
 }
 
 impl ValueError {
-    /// Creates an error about the value at `span`, whose text is `message`, such as "names GPU 0
-    /// twice".
+    /// Creates an error with the text `message`, such as "names GPU 0 twice", about the YAML value
+    /// at `span`.
     pub(crate) fn new(code: Code, span: SourceSpan, message: impl Into<String>) -> Self {
         Self::from_mistake(code, span, ValueMistake::Other(message.into()))
     }
@@ -72,16 +72,15 @@ impl ValueError {
         })
     }
 
-    /// Adds to the error which part of the value is wrong, such as `item 2`, so that the error text
-    /// becomes "`part` must be …".
+    /// Adds the wrong part of the value, such as `item 2`, to the start of the error text.
     pub(crate) fn with_part(mut self, part: &str) -> Self {
         self.part = if self.part.is_empty() { part.to_owned() } else { format!("{part} {}", self.part) };
         self.others = self.others.into_iter().map(|error| error.with_part(part)).collect();
         self
     }
 
-    /// Adds keywords to the accepted values that the error text names: "must be `keyword` or …".
-    /// Does nothing if the error is about a part of the value.
+    /// Adds keywords to the list of accepted values in the error text, as in "must be `auto` or a
+    /// number". Does nothing if the error is about a part of the value.
     pub(crate) fn with_keywords(mut self, keywords: &[&str]) -> Self {
         if let (true, ValueMistake::Unexpected { expected, .. } | ValueMistake::Missing { expected }) =
             (self.part.is_empty(), &mut *self.what)
@@ -109,7 +108,8 @@ impl ValueError {
         self
     }
 
-    /// Formats the error text without the name of the key, which the caller puts in front.
+    /// Formats the error text, such as "must be a number, found a list", without the name of the
+    /// key.
     fn format_message(&self) -> String {
         let text = match &*self.what {
             ValueMistake::Unexpected { expected, found } => format!("must be {expected}, found {found}"),
@@ -148,8 +148,8 @@ impl ValueError {
             .collect()
     }
 
-    /// Converts an error about a whole YAML text, and not about one key, to a diagnostic without a
-    /// subject.
+    /// Converts an error about a whole YAML text, such as a syntax error, to a diagnostic that is
+    /// not about one key.
     pub(crate) fn into_diagnostic_without_key(self, sources: &SourceMap) -> Diagnostic {
         let code = self.code;
         let mut list = self.into_diagnostics(sources, None, "").into_iter();

@@ -1,5 +1,5 @@
-//! [`BatchJobRecord`]: the batch job that started a run, as run records and checkpoints identify
-//! it.
+//! [`BatchJobRecord`]: the Slurm or Kubernetes job that started a run, as stored in the run
+//! directory and in checkpoints.
 use serde::{Deserialize, Serialize};
 
 /// The largest length of the id and of the label of a batch job, in bytes.
@@ -22,14 +22,13 @@ pub struct BatchJobRecord {
 }
 
 impl BatchJobRecord {
-    /// Returns whether the batch job may have had earlier runs of the same command before its
-    /// present start.
+    /// Returns whether the scheduler has started the batch job before, so that earlier runs of its
+    /// command may exist; `true` if unknown.
     pub fn may_have_earlier_runs(&self) -> bool {
         self.restarts != Some(0)
     }
 
-    /// Returns whether `id` belongs to the same batch job as this record, but to a run of another
-    /// command line in that batch job.
+    /// Returns whether `id` identifies a run of this batch job that another command line started.
     pub fn is_other_command_of_same_job(&self, id: &str) -> bool {
         match (id.rsplit_once(':'), self.id.rsplit_once(':')) {
             (Some((job, command)), Some((own_job, own_command))) => job == own_job && command != own_command,
@@ -37,8 +36,8 @@ impl BatchJobRecord {
         }
     }
 
-    /// Returns whether the texts of a record that was read, the id and the label, are neither empty
-    /// nor longer than those that launch writes.
+    /// Returns whether the id and the label are not empty and at most [`MAX_TEXT_BYTES`] bytes
+    /// long, as a check of records that were read from files.
     pub fn has_valid_lengths(&self) -> bool {
         let is_valid = |text: &str| (1..=MAX_TEXT_BYTES).contains(&text.len());
         is_valid(&self.id) && is_valid(&self.label)

@@ -4,8 +4,8 @@ use jobspec::{JobSpec, ids::Rank};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// What the agent of one host is to run in one attempt (one start of all workers of a run): the
-/// workers, each with its command and environment.
+/// The instructions for the agent of one host for one start of all workers: the job, and the
+/// command and environment of each worker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct HostPlan {
     /// The job, which the agent passes to its built-in workers.
@@ -38,7 +38,8 @@ pub struct HostPlan {
     pub debug_filter: String,
 }
 
-/// How agents and the controller detect that workers hang (`run.hang_timeout`).
+/// The settings by which agents and the controller detect workers that hang, such as the time
+/// without progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HangDetection {
     /// The time without progress after which a worker counts as stalled, in milliseconds.

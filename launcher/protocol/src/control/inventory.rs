@@ -1,12 +1,12 @@
-//! [`HostInventory`]: the hardware of a host (CPUs, memory, network, accelerators) and its relevant
-//! environment variables.
+//! [`HostInventory`]: the hardware of a host (CPUs, memory, network, accelerators), and those of
+//! its environment variables that affect workers, such as `CUDA_VISIBLE_DEVICES`.
 use crate::hardware::{Accelerator, CpuTopology};
 use jobspec::env::{is_device_variable, is_interface_variable};
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
 
-/// The hardware of one machine (CPUs, memory, network, accelerators) and its relevant environment
-/// variables, as its agent or the controller has discovered them.
+/// The hardware of one machine (CPUs, memory, network, accelerators), and those of its environment
+/// variables that affect workers, such as `CUDA_VISIBLE_DEVICES`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HostInventory {
     /// The hostname, which is displayed but never resolved to an address.
@@ -64,15 +64,15 @@ impl HostInventory {
         self.cpus.is_empty()
     }
 
-    /// Removes all environment variables from the inventory except those that select devices and
-    /// network interfaces, because an agent reports only these to the controller.
+    /// Removes all inherited environment variables except those that select devices and network
+    /// interfaces.
     pub fn without_unreported_env(mut self) -> HostInventory {
         self.inherited_env.retain(|(name, _)| is_device_variable(name) || is_interface_variable(name));
         self
     }
 
-    /// Converts the inventory that an agent has reported, which is untrusted input, to the
-    /// inventory that the controller uses for the agent's host. A topology that does not match the
+    /// Validates the inventory (hardware and environment) that an agent has sent, and adds the
+    /// variables `user_env` of the controller's environment. A topology that does not match the
     /// CPUs is replaced by one core per CPU. The variables in `user_env`, which are from the
     /// controller's environment, replace those of the report. Only the variables that select
     /// devices and network interfaces are taken from the report.

@@ -32,8 +32,8 @@ pub struct WorkerAddresses {
 /// worker with more addresses is ignored, and an invitation of a controller with more is rejected.
 pub const MAX_ADDRESSES: usize = 16;
 
-/// A secret key with which the processes of a job authenticate each other: that of a run, or of one
-/// attempt (one start of all workers). `Debug` does not print the secret.
+/// A secret key of 32 bytes with which the processes of a run prove to each other that they belong
+/// to the run. `Debug` does not print the secret.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobSecretKey(pub [u8; 32]);
 

@@ -1,7 +1,7 @@
-//! Types of the messages by which agents survive the loss of their controller, and later obey a new
-//! controller of the run. They are the terms on which an agent obeys a controller, the token that
-//! distinguishes the controllers of a run, and the messages with which a new controller takes over
-//! the agents.
+//! The messages by which agents keep workers running after the loss of their controller, and accept
+//! a new controller of the run. They are the terms on which an agent obeys a controller, the token
+//! that distinguishes the controllers of a run, and the messages with which a new controller takes
+//! over the agents.
 use super::{
     host_plan::HostPlan,
     inventory::HostInventory,
@@ -11,9 +11,9 @@ use diagnostic::Diagnostic;
 use jobspec::ControllerLossAction;
 use serde::{Deserialize, Serialize};
 
-/// Identifies a controller among those that have controlled a run one after another, so that agents
-/// can decide which of them to obey. An agent obeys the controller with the greatest token that it
-/// has accepted, and no other.
+/// Two numbers that order the successive controllers of a run: a later controller has a greater
+/// token than the controller that it replaces. An agent obeys the controller with the greatest
+/// token that it has accepted, and no other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct ControllerToken {
     /// The number of the controller in the order in which controllers took over the run, from 1.
@@ -22,9 +22,8 @@ pub struct ControllerToken {
     pub id: u64,
 }
 
-/// The terms on which an agent obeys its controller, such as the token of the controller, and the
-/// time without messages after which the controller counts as lost. Agents of `launch check` have
-/// none.
+/// The settings by which an agent recognizes its controller and reacts to its loss, such as the
+/// controller's token and lease. Agents of `launch check` have none.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SupervisionTerms {
     /// The name of the run.
@@ -107,8 +106,8 @@ pub enum AttachRejection {
     Failed(Diagnostic),
 }
 
-/// The state of an agent that was already running, which the agent reports to a new controller of
-/// the run when it begins to obey this controller. The agent then repeats its reports.
+/// The state of a running agent (workers, reports and hardware) that the agent sends to a new
+/// controller of the run. The agent then repeats its reports.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AdoptedAgent {
     /// The process id of the agent.

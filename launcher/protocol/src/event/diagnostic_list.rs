@@ -10,8 +10,8 @@ pub(super) fn serialize<S: Serializer>(diagnostics: &[Diagnostic], serializer: S
     diagnostics.iter().map(Diagnostic::to_json).collect::<Vec<_>>().serialize(serializer)
 }
 
-/// Deserializes a list of diagnostics from the JSON objects that `--json` prints, which lack some
-/// fields.
+/// Deserializes a list of diagnostics from the JSON objects that `--json` prints, and adds default
+/// values of omitted fields.
 pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Diagnostic>, D::Error> {
     let objects = Vec::<Map<String, Value>>::deserialize(deserializer)?;
     let diagnostic =
@@ -19,8 +19,8 @@ pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<
     objects.into_iter().map(diagnostic).collect()
 }
 
-/// Adds the fields that the JSON object of a diagnostic, as `--json` prints it, lacks, so that the
-/// diagnostic can be deserialized. The source line of a location is lost.
+/// Adds default values for the fields that `--json` omits to the JSON object of a diagnostic, so
+/// that it can be deserialized. The source line of a location is lost.
 fn restore_omitted_fields(mut object: Map<String, Value>) -> Value {
     let code = object.get("code").and_then(Value::as_str).and_then(Code::from_name);
     if let Some(code) = code {

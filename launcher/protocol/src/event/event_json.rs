@@ -1,5 +1,5 @@
-//! Converts events of a run to JSON and back, in the present form (schema 2) and in that of earlier
-//! releases (schema 1), which has other names.
+//! Converts events of a run to JSON and back, in the present format (schema 2) and in the format of
+//! earlier releases (schema 1).
 use super::{
     event_schema::EventSchema,
     run_event::{Event, FailureReport},
@@ -49,8 +49,8 @@ impl Event {
 }
 
 impl TimedEvent {
-    /// Parses a line of a run's journal (its file of events), in the present JSON form (schema 2)
-    /// or in that of earlier releases (schema 1), into the event and its time.
+    /// Parses one line of a run's journal (`events.jsonl`), in JSON schema 1 or 2, into the event
+    /// and its time.
     pub fn from_json(line: &str) -> serde_json::Result<TimedEvent> {
         #[derive(Deserialize)]
         struct EventTime {
@@ -109,8 +109,8 @@ struct EventLineV2<'a> {
     time: Option<f64>,
 }
 
-/// Fields that the JSON object of an event contains in addition to those of [`Event`]: the code of
-/// a failure, and values under deprecated names of fields.
+/// Additional JSON fields of an event, computed from [`Event`]: the diagnostic code of a failure,
+/// and copies of fields under deprecated names.
 #[derive(Default, Serialize)]
 #[serde(default)]
 struct DerivedFields<'a> {
@@ -125,8 +125,8 @@ struct DerivedFields<'a> {
 }
 
 impl<'a> DerivedFields<'a> {
-    /// Computes the fields that the JSON object of `event` contains in addition to the fields of
-    /// the event: the code of a failure, and values under deprecated names.
+    /// Computes the additional JSON fields of `event`: the diagnostic code of a failure, and copies
+    /// of fields under deprecated names.
     fn from_event(event: &'a Event) -> Self {
         let of_failure = |failure: &'a FailureReport| DerivedFields {
             code: Some(failure.reason.code()),
@@ -155,8 +155,7 @@ struct EventLineV1<'a> {
     time: Option<f64>,
 }
 
-/// An event in the JSON form of schema 1 (that of earlier releases), in which some events have
-/// other names or fields than in schema 2.
+/// The JSON form of an event in schema 1, the format of earlier releases.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum EventV1<'a> {
@@ -164,8 +163,8 @@ enum EventV1<'a> {
     Unchanged(&'a Event),
 }
 
-/// Those events whose names or fields in JSON schema 1 (the form of earlier releases) differ from
-/// schema 2.
+/// The events whose JSON in schema 1 (the format of earlier releases) has other event names or
+/// fields than in schema 2.
 #[derive(Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 enum RenamedEventV1<'a> {

@@ -13,8 +13,7 @@ pub enum EventSchema {
 }
 
 impl EventSchema {
-    /// Returns the version number of this JSON form of events, which each printed event has in its
-    /// field `schema` (from version 2 on).
+    /// Returns the number of this JSON schema of events, 1 or 2.
     pub fn version_number(self) -> u8 {
         match self {
             EventSchema::V1 => 1,
@@ -23,7 +22,7 @@ impl EventSchema {
     }
 }
 
-/// The error that the version given by `--json-schema` does not exist. Contains the version.
+/// The error for a value of `--json-schema` that is not 1 or 2. Contains the version.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the schema of events is 1 or 2, not {0:?}")]
 pub struct UnknownEventSchema(String);

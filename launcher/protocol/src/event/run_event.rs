@@ -207,14 +207,13 @@ pub enum Event {
 }
 
 impl Event {
-    /// Creates a notice (a message to the user) that consists only of a text, without a warning or
-    /// an error as data.
+    /// Creates an event that shows `message` to the user, without an attached diagnostic.
     pub fn new_notice(rank: Option<Rank>, message: impl Into<String>) -> Event {
         Event::Notice { rank, message: message.into(), diagnostics: Vec::new() }
     }
 
-    /// Creates a notice (a message to the user) with a text and with `diagnostic`, the warning or
-    /// error that the notice is about.
+    /// Creates an event that shows `message` to the user, with the warning or error `diagnostic`
+    /// attached for programs that read the event.
     pub fn new_diagnostic_notice(
         rank: Option<Rank>,
         message: impl Into<String>,

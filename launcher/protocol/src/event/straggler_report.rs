@@ -1,5 +1,5 @@
-//! [`StragglerReport`]: the event about a rank that slows down the others, and [`StepTimesReport`],
-//! the event with the step times of the ranks.
+//! Events about step times: [`StragglerReport`] (a rank slows down the others) and
+//! [`StepTimesReport`] (statistics over all ranks).
 use crate::{
     step_times::{RankTimes, StepTimes},
     straggler::{StragglerChange, StragglerKind},
@@ -106,7 +106,8 @@ pub struct StepTimesReport {
     pub slowest_rank: Rank,
 }
 
-/// The smallest, the median and the largest of a time that each rank has measured, in seconds.
+/// The minimum, median and maximum over all ranks of one duration, such as the step time, in
+/// seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TimeStatistics {
     /// The smallest time.
@@ -118,8 +119,9 @@ pub struct TimeStatistics {
 }
 
 impl StragglerReport {
-    /// Creates the event that a rank began or ceased to slow down the others, from what the
-    /// straggler detector of rank 0 has found. The controller adds host, reason and message.
+    /// Creates the event about a rank that began or ceased to slow down the others, from the
+    /// finding `change` of the detector of slow ranks. The controller adds host, reason and
+    /// message.
     pub fn new(change: &StragglerChange) -> StragglerReport {
         StragglerReport {
             state: if change.is_slow { StragglerState::Slow } else { StragglerState::Recovered },

@@ -9,14 +9,14 @@ use super::statistics::{compute_excesses, find_lower_median};
 use crate::step_times::{LinkTimes, RankTimes};
 use std::collections::BTreeMap;
 
-/// The factor by which the network times of a host must exceed those of the others for the host's
-/// network to count as slow.
+/// The smallest ratio of one host's network delay to that of the other hosts at which the host's
+/// network counts as slow.
 const MIN_NETWORK_FACTOR: u64 = 2;
-/// The smallest number of hosts that can be compared. With two hosts, it cannot be found out which
-/// of them is slow.
+/// The smallest number of hosts whose network times are compared to find a host with a slow
+/// network. With two hosts, it cannot be found out which of them is slow.
 const MIN_HOSTS: usize = 3;
 
-/// The connections of the ranks of one host.
+/// How long data of the ranks of one host was on its way over the network to other hosts.
 struct HostLinks {
     /// The number of the host.
     host: usize,
@@ -32,8 +32,8 @@ impl HostLinks {
         find_lower_median(self.ranks.iter().map(|links| links.fastest_us).collect())
     }
 
-    /// Returns the hosts to which data of this host was on its way for much longer than to others,
-    /// and for how much longer. `hosts` has the host of each rank.
+    /// Returns the hosts that data of this host reached much later than it reached other hosts,
+    /// each with the additional time in microseconds. `hosts` has the host of each rank.
     fn list_delays(&self, hosts: &[usize]) -> impl Iterator<Item = (usize, u64)> {
         let mut delays: BTreeMap<usize, Vec<u64>> = BTreeMap::new();
         for links in &self.ranks {
@@ -48,8 +48,8 @@ impl HostLinks {
     }
 }
 
-/// Computes for each rank the share of the window that the network of its host costs; 0 except for
-/// the first rank of each host. `hosts` has the host of each rank.
+/// Computes the share of a time window that each host loses because its network is slow, and
+/// assigns the share to the first rank of the host. `hosts` has the host of each rank.
 ///
 /// The network of a host is slow if data of its ranks is long on its way to all other hosts, or if
 /// data from most other hosts is long on its way to the host, but not to others. Delays in the
@@ -80,7 +80,8 @@ pub(super) fn compute_network_delay_shares(
     shares
 }
 
-/// Returns the connections of each host, by its number.
+/// Groups the ranks' network times by host, and returns them in a map from the host's number to the
+/// times of its ranks.
 fn group_by_host(ranks: &[RankTimes], hosts: &[usize]) -> BTreeMap<usize, HostLinks> {
     let mut grouped = BTreeMap::new();
     for (rank, (times, &host)) in ranks.iter().zip(hosts).enumerate() {
@@ -90,8 +91,8 @@ fn group_by_host(ranks: &[RankTimes], hosts: &[usize]) -> BTreeMap<usize, HostLi
     grouped
 }
 
-/// Returns the hosts of which even the fastest connections are slow, with the delays compared with
-/// the other hosts.
+/// Returns the hosts whose data reaches every other host late, each with the additional time in
+/// microseconds compared with other hosts.
 fn list_outgoing_delays(measured: &[&HostLinks]) -> Vec<(usize, u64)> {
     let fastest: Vec<u64> = measured.iter().map(|host| host.find_fastest_us()).collect();
     let excesses = compute_excesses(&fastest).into_iter();
@@ -102,8 +103,8 @@ fn list_outgoing_delays(measured: &[&HostLinks]) -> Vec<(usize, u64)> {
     slow.map(|((host, _), excess)| (host.host, excess)).collect()
 }
 
-/// Returns the hosts to which the slowest connections of other hosts lead, with the median of the
-/// delays over the other hosts.
+/// Returns the hosts that data of other hosts reaches late, each with the median of the additional
+/// times, in microseconds, over those other hosts.
 fn list_incoming_delays(measured: &[&HostLinks], hosts: &[usize]) -> Vec<(usize, u64)> {
     let mut delays: BTreeMap<usize, Vec<u64>> = BTreeMap::new();
     for (receiver, delay) in measured.iter().flat_map(|host| host.list_delays(hosts)) {
@@ -114,7 +115,8 @@ fn list_incoming_delays(measured: &[&HostLinks], hosts: &[usize]) -> Vec<(usize,
     delays.into_iter().map(median).collect()
 }
 
-/// Returns the lower median of `count` values, of which those that are not in `values` are 0.
+/// Returns the lower median of `count` values, which are those in `values` and a zero for each
+/// missing one.
 fn find_padded_median(mut values: Vec<u64>, count: usize) -> u64 {
     values.resize(count.max(values.len()), 0);
     find_lower_median(values)

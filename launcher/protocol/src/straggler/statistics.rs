@@ -1,6 +1,8 @@
-//! Medians of values, and by how much values exceed them.
+//! Computes medians of measured values, and how much larger each value is than the median of the
+//! others.
 
-/// Computes by how much each value exceeds the (upper) median of the other values.
+/// Returns, for each value, the value minus the upper median of all other values, or 0 if that is
+/// negative.
 pub(super) fn compute_excesses(values: &[u64]) -> Vec<u64> {
     let mut sorted = values.to_vec();
     sorted.sort_unstable();

@@ -98,15 +98,15 @@ impl AgentCore {
         self.kill_workers_and_end_agent();
     }
 
-    /// Ends this agent, which has just started, because an older agent on its host obeys a
-    /// controller that is newer than the one that has started this agent.
+    /// Ends this newly started agent, because an older agent on this host already obeys a newer
+    /// controller.
     pub(super) fn exit_for_newer_controller(&mut self, token: ControllerToken) {
         self.send_if_connected(FromAgent::Released { token: Some(token), silent_ms: None });
         self.request_exit(0);
     }
 
-    /// Makes the agent continue with its previous controller, from which it accepts requests again,
-    /// because the new controller was lost before it took over the run.
+    /// Makes the agent obey its previous controller again, because the new controller was lost
+    /// before taking over the run.
     fn return_to_previous_controller(&mut self, previous: PreviousController) {
         if let Some(terms) = &mut self.terms {
             terms.token = previous.token;
@@ -125,8 +125,8 @@ impl AgentCore {
         }
     }
 
-    /// Detects that the controller has been silent for so long (its lease) that it counts as lost,
-    /// and ends workers that have continued without a controller for too long.
+    /// Detects that the controller has been silent for longer than its lease, and ends workers that
+    /// have been without a controller for too long.
     pub(super) fn check_controller_deadlines(&mut self, now: Duration) {
         let Some(terms) = &self.terms else { return };
         let lease = Duration::from_millis(terms.controller_lease_ms);
@@ -169,9 +169,9 @@ impl AgentCore {
 
     // ---- other controllers ----
 
-    /// Decides whether to accept the request of another controller to control this agent, or of a
-    /// later agent of this host to end it. The driver executes the decision for the connection that
-    /// carries the request.
+    /// Accepts or rejects a request of another process: that this agent obey another controller, or
+    /// that this agent end in favor of a later agent. The driver executes the decision for the
+    /// connection that carries the request.
     pub(super) fn on_attach_requested(
         &mut self,
         now: Duration,
@@ -197,8 +197,8 @@ impl AgentCore {
         }
     }
 
-    /// Returns the reason why this agent may not obey the new controller with the token `token`
-    /// (numbers that distinguish newer from older controllers), or `None` if it may.
+    /// Returns why this agent may not obey a new controller, for example because its present
+    /// controller is alive, or `None` if it may.
     fn find_adoption_conflict(
         &self,
         now: Duration,
@@ -218,9 +218,9 @@ impl AgentCore {
         (token <= terms.token).then_some(AttachRejection::Stale { token: terms.token })
     }
 
-    /// Makes the agent obey a new controller, whose token `token` (numbers that distinguish newer
-    /// from older controllers) replaces that of the previous one. Releases the previous controller,
-    /// reports the state of this agent, and repeats the kept reports.
+    /// Makes the agent obey a new controller, whose token `token` shows that it is newer than the
+    /// previous controller. Releases the previous controller, reports the state of this agent, and
+    /// repeats the kept reports.
     fn obey_new_controller(&mut self, now: Duration, token: ControllerToken) {
         let since = self.unattended_since.or(self.controller_heard_at).unwrap_or(now);
         let unattended_ms = now.saturating_sub(since).as_millis() as u64;

@@ -13,17 +13,17 @@ use std::{collections::BTreeMap, time::Duration};
 /// attempt, before its process is killed. The controller may wait this long for a lost host, and a
 /// host may be a spare host from now on.
 pub(super) const MAX_WAIT_FOR_NEXT_ATTEMPT: Duration = Duration::from_secs(600);
-/// A waiting worker that has sent no message for longer than this time may not take part in the
-/// next attempt (start of all workers), and its process is killed. Workers send a heartbeat every
-/// second, so an older message means that the process is stopped or its connection does not work.
+/// The longest time without a message after which a worker's process is still kept for the next
+/// attempt (start of all workers) instead of being killed. Workers send a heartbeat every second,
+/// so an older message means that the process is stopped or its connection does not work.
 const MAX_REJOIN_MESSAGE_AGE: Duration = Duration::from_secs(4);
 /// The environment variables whose values differ between attempts (starts of all workers), and that
 /// built-in workers do not read.
 const PER_ATTEMPT_VARIABLES: [&str; 1] = [env::MASTER_PORT];
 
 impl AgentCore {
-    /// Returns whether the workers of the current plan are built-in workers on CPUs, which can take
-    /// part in several attempts (starts of all workers).
+    /// Returns whether all workers of this host are built-in workers on CPUs, whose processes can
+    /// take part in several attempts (starts of all workers).
     pub(super) fn trains_on_cpus(&self) -> bool {
         self.plan.as_ref().is_some_and(|plan| {
             plan.workers.iter().all(|w| w.command.is_none()) && !plan.job.cluster.trains_on_gpus()
@@ -36,9 +36,9 @@ impl AgentCore {
         self.workers.iter().filter(|(_, w)| w.is_waiting_for_next_attempt()).map(|(r, _)| *r).collect()
     }
 
-    /// Records that a worker has left the current attempt (one start of all workers) and waits for
-    /// the next one, and reports this to the controller. Ignores a worker that must end instead,
-    /// which is killed after the grace period.
+    /// Records that a worker has left the current attempt (start of all workers) but keeps its
+    /// process for the next attempt, and informs the controller. Ignores a worker that must end
+    /// instead, which is killed after the grace period.
     pub(super) fn on_worker_left(&mut self, rank: Rank, attempt: u32) {
         let may_leave = self.may_leave && attempt == self.attempt;
         let may_leave =
@@ -57,9 +57,8 @@ impl AgentCore {
         self.out.extend(ranks.map(|rank| AgentAction::Signal(rank, ProcessGroupSignal::Kill)));
     }
 
-    /// Selects the waiting processes of earlier workers that can take part in the next attempt
-    /// (start of all workers), which the controller's plan `next` for this host describes. Kills
-    /// the other waiting processes.
+    /// Selects the processes of earlier workers that can run workers of the next attempt (start of
+    /// all workers), for which `next` contains the settings. Kills the other waiting processes.
     pub(super) fn select_rejoining_and_kill_others(&mut self, now: Duration, next: &HostPlan) {
         let can_rejoin = |rank: &Rank| {
             let worker = &self.workers[rank];
@@ -75,8 +74,8 @@ impl AgentCore {
     }
 }
 
-/// Returns whether two plans for this host describe the worker with a rank equally, apart from
-/// values that differ in every attempt (start of all workers).
+/// Returns whether the built-in worker with the rank `rank` has equal settings in two attempts
+/// (starts of all workers), apart from variables that always differ.
 fn is_worker_unchanged(last: &HostPlan, next: &HostPlan, rank: Rank) -> bool {
     let find =
         |plan: &HostPlan| plan.workers.iter().find(|w| w.rank == rank).cloned().map(remove_attempt_values);
@@ -92,8 +91,8 @@ fn is_worker_unchanged(last: &HostPlan, next: &HostPlan, rank: Rank) -> bool {
         && job(last) == next.job
 }
 
-/// Returns the plan of a worker without the values that differ in every attempt (start of all
-/// workers), such as the port of the rendezvous.
+/// Removes the environment variables that differ in every attempt (start of all workers) from the
+/// settings of a worker, and returns these settings.
 fn remove_attempt_values(mut worker: WorkerPlan) -> WorkerPlan {
     worker.env.retain(|(name, _)| !PER_ATTEMPT_VARIABLES.contains(&name.as_str()));
     worker

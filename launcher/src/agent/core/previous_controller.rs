@@ -3,8 +3,8 @@
 use protocol::control::ControllerToken;
 use std::time::Duration;
 
-/// What the agent remembers about its previous controller until a new controller has taken over the
-/// run: the token that identifies the controller, and since when it was silent.
+/// The token of the agent's previous controller and the start of its silence, which are kept until
+/// a new controller has taken over the run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PreviousController {
     pub(super) token: ControllerToken,

@@ -9,9 +9,9 @@ use std::{collections::VecDeque, time::Duration};
 /// workers.
 pub(crate) const MAX_UNACKNOWLEDGED_BYTES: usize = 64 << 20;
 
-/// The numbered reports of an agent (messages that must reach a controller), some of which are kept
-/// so that they can be repeated for a later controller. Events are kept until the controller
-/// acknowledges them, and the other reports of an attempt until the next attempt starts.
+/// The log of an agent's numbered reports (messages that must reach a controller), from which the
+/// agent repeats reports for a later controller. Events are kept until the controller acknowledges
+/// them, and the other reports of an attempt until the next attempt starts.
 #[derive(Debug, Default)]
 pub(crate) struct ReportLog {
     /// The kept reports, by ascending number.
@@ -24,8 +24,8 @@ pub(crate) struct ReportLog {
     event_bytes: usize,
 }
 
-/// A report of an agent (message that must reach a controller) that is kept after it was sent,
-/// because a later controller may need it.
+/// A report of an agent (a message that must reach a controller), which the agent stores to repeat
+/// it for a later controller.
 #[derive(Debug)]
 struct KeptReport {
     seq: u64,
@@ -46,8 +46,8 @@ impl KeptReport {
 }
 
 impl ReportLog {
-    /// Adds `message`, a report (message that must reach a controller), with the next number and
-    /// the time `now` to the reports of this agent.
+    /// Appends a report (a message that must reach a controller) to the log, with the next number
+    /// and the time `now`.
     pub(crate) fn append_report(&mut self, now: Duration, message: FromAgent) {
         if let FromAgent::Stalled { rank, .. } | FromAgent::Recovered { rank, .. } = message {
             // Only the newest state of a rank matters to a later controller.
@@ -77,14 +77,14 @@ impl ReportLog {
         self.drop_reports(|report| report.seq <= seq && matches!(report.message, FromAgent::Event { .. }));
     }
 
-    /// Forgets all reports of this agent except workers' events, because they concern earlier
-    /// attempts and a new attempt (start of all workers) begins.
+    /// Forgets all reports of earlier attempts (starts of all workers) when a new attempt begins,
+    /// except for the events of workers.
     pub(crate) fn drop_reports_of_earlier_attempts(&mut self) {
         self.drop_reports(|report| !matches!(report.message, FromAgent::Event { .. }));
     }
 
-    /// Causes all kept reports of the agent to be sent again, from the oldest one on, because a new
-    /// controller has not received them.
+    /// Marks all stored reports of the agent as unsent, so that a new controller receives them from
+    /// the oldest one on.
     pub(crate) fn resend_kept_reports(&mut self) {
         self.sent = 0;
     }
@@ -95,8 +95,8 @@ impl ReportLog {
         self.reports.back().map_or(0, |report| report.seq)
     }
 
-    /// Returns whether so many workers' events wait for the controller's acknowledgement that the
-    /// agent must read no further messages of its workers.
+    /// Returns whether unacknowledged events of workers fill the log, so that the agent must read
+    /// no further messages of its workers.
     pub(crate) fn is_full(&self) -> bool {
         self.event_bytes >= MAX_UNACKNOWLEDGED_BYTES
     }

@@ -1,5 +1,5 @@
-//! The part of the agent's state machine that asks the workers of an attempt to save and stop, on
-//! request of the controller or without one.
+//! The part of the agent's state machine that asks workers to save and stop, because the controller
+//! requests it or because the controller was lost.
 //!
 //! A program gets the signal `run.stop_signal` first. If the program still runs after
 //! `run.stop_timeout`, it gets SIGTERM, and then SIGKILL at the deadline of the request.
@@ -9,7 +9,7 @@ use protocol::control::ToWorker;
 use std::time::Duration;
 
 impl AgentCore {
-    /// Requests that all workers of this host stop by themselves. Schedules a kill of the workers
+    /// Asks all workers of this host to save a checkpoint and exit. Schedules a kill of the workers
     /// that still run `deadline_ms` milliseconds after `now`. With `None`, no kill is scheduled.
     pub(super) fn stop_workers(&mut self, now: Duration, deadline_ms: Option<u64>) {
         // A second signal, from a later controller, would end some programs without a save.
@@ -28,8 +28,9 @@ impl AgentCore {
         }
     }
 
-    /// Requests that the worker `rank` stop by itself. A built-in worker gets a message. A program
-    /// gets the signal `run.stop_signal` or, if the time for this signal has passed, SIGTERM.
+    /// Asks the worker with the rank `rank` to save a checkpoint and exit. A built-in worker gets a
+    /// message. A program gets the signal `run.stop_signal` or, if the time for this signal has
+    /// passed, SIGTERM.
     pub(super) fn stop_worker(&mut self, rank: Rank) {
         let is_before_sigterm = self.terminate_at.is_some_and(|at| self.now < at);
         let signal = self.find_stop_signal().filter(|_| is_before_sigterm);
@@ -52,8 +53,8 @@ impl AgentCore {
         Some(plan.job.run.stop_signal).filter(|signal| has_program && *signal != StopSignal::Term)
     }
 
-    /// Sends SIGTERM to a program that cannot be asked to stop by the signal `run.stop_signal`,
-    /// because it does not handle the signal. Warns the user once per attempt.
+    /// Sends SIGTERM to a program that has no handler for `run.stop_signal`, the signal that asks
+    /// programs to save and stop. Warns the user once per attempt.
     pub(super) fn on_stop_signal_unhandled(&mut self, rank: Rank) {
         let is_awaiting = |worker: &&mut super::SupervisedWorker| worker.awaits_sigterm && worker.is_alive();
         let Some(worker) = self.workers.get_mut(&rank).filter(is_awaiting) else { return };

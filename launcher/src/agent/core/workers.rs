@@ -38,9 +38,9 @@ impl AgentCore {
         }
     }
 
-    /// Records that the process of a worker was started or, with `rejoins`, that a process from an
-    /// earlier attempt (start of all workers) takes part in the current one. Reports the start to
-    /// the controller, and requests the start of the next worker.
+    /// Records that a worker takes part in the current attempt (start of all workers), with a new
+    /// process or, if `rejoins`, with a kept one. Reports the start to the controller, and requests
+    /// the start of the next worker.
     pub(super) fn on_spawned(&mut self, now: Duration, rank: Rank, pid: u32, rejoins: bool) {
         let Some(plan) = self.plan.clone() else { return };
         let Some(worker) = plan.workers.iter().find(|w| w.rank == rank) else { return };
@@ -164,8 +164,8 @@ impl AgentCore {
         self.send_to_controller(FromAgent::Fatal { attempt: self.attempt, rank, exit, diagnostic, gpu });
     }
 
-    /// Records that a worker, or its end, has closed the worker's control connection to the agent.
-    /// Reports an error of the connection to the controller if the worker is alive.
+    /// Records that the control connection between a worker and the agent has ended. Reports an
+    /// error of the connection to the controller if the worker is alive.
     pub(super) fn on_worker_connection_ended(&mut self, rank: Rank, error: Option<Diagnostic>) {
         let Some(worker) = self.workers.get_mut(&rank) else { return };
         worker.connection_open = false;
@@ -178,8 +178,8 @@ impl AgentCore {
         }
     }
 
-    /// Records how the process of a worker ended, and requests that the driver read the output that
-    /// remains in the worker's pipes.
+    /// Records how a worker's process ended, and requests that the output left in the worker's
+    /// pipes be copied to its log.
     pub(super) fn on_worker_exited(
         &mut self,
         now: Duration,
@@ -202,8 +202,8 @@ impl AgentCore {
         }
     }
 
-    /// Returns when the agent must report the end of the process of `worker`: later if more output
-    /// may arrive, or if the signal may come from a batch system that ends the whole job.
+    /// Returns when the agent reports the end of a worker's process to the controller, which is
+    /// later if output may still arrive or a scheduler may end the job.
     ///
     /// This is the end of the worker if all output and messages of the worker have arrived, else
     /// [`FINAL_OUTPUT_TIMEOUT`] later. After a SIGKILL or SIGTERM that the agent did not send, it
@@ -262,8 +262,8 @@ impl AgentCore {
         }
     }
 
-    /// Requests that the driver, which does the agent's I/O, kill the processes that workers have
-    /// left behind, once all workers have ended and the controller was informed of all ends.
+    /// Requests that the processes which workers left behind be killed, once all workers of this
+    /// host have ended and the controller knows this.
     pub(super) fn sweep_if_all_ended(&mut self) {
         let all_ended = self.running_ranks().is_empty() && self.unreported.is_empty() && !self.spawning;
         if self.state == AgentState::Running && all_ended {

@@ -16,8 +16,8 @@ impl AgentDriver {
         }
     }
 
-    /// Records that the command has ended which removes the container of an abnormally ended
-    /// process. The search for processes that the workers left begins once no such command is left.
+    /// Records that a command which removes the container of a failed worker has ended. The search
+    /// for processes that the workers left begins once no such command is left.
     pub(super) fn on_container_removed(&mut self) -> AgentInput {
         self.running_removals = self.running_removals.saturating_sub(1);
         if self.sweep_started_at.is_some() {

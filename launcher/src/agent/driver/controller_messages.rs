@@ -71,18 +71,17 @@ impl AgentDriver {
         self.connection.take()
     }
 
-    /// Makes this agent obey the controller whose request to control it is pending, and uses the
-    /// connection of that request as the connection to the controller.
+    /// Makes this agent obey the controller whose request to control it is pending, and uses that
+    /// request's connection for all further messages.
     pub(super) fn accept_pending_controller(&mut self) {
         if let Some(AttachConnection { input, output, .. }) = self.undecided.take() {
             self.set_controller_connection(input, output);
         }
     }
 
-    /// Executes a message of the controller that concerns `launch check` or `launch exec`, and
-    /// converts any other message, or the end of the connection, to an input of the agent's state
-    /// machine. A hello, the first message, is held back until this agent is the only agent of the
-    /// run on its host.
+    /// Executes the controller's messages about `launch check` and `launch exec`, and converts all
+    /// other messages to inputs of the agent's state machine. A hello, the first message, is held
+    /// back until this agent is the only agent of the run on its host.
     pub(super) fn on_controller_message(&mut self, (number, message): ControllerMessage) -> AgentInput {
         if self.connection.as_ref().is_none_or(|connection| connection.number != number) {
             return AgentInput::Tick;
@@ -129,8 +128,8 @@ impl AgentDriver {
         }
     }
 
-    /// Handles the controller's first message, once it is known (`lock`) whether this agent could
-    /// become the only agent of the run on its host.
+    /// Handles the controller's first message, after the agent has tried to become the only agent
+    /// of the run on its host (the result is `lock`).
     pub(super) fn on_host_lock_result(
         &mut self,
         lock: Result<Option<UnixListener>, HostLockError>,
@@ -152,8 +151,8 @@ impl AgentDriver {
         }
     }
 
-    /// Converts a request on the agent's Unix socket, by which another controller wants to control
-    /// this agent or a later agent wants it to end, to an input of the agent's state machine.
+    /// Converts a request from the agent's Unix socket (to obey another controller, or to end) to
+    /// an input of the agent's state machine.
     pub(super) fn on_attach_request(&mut self, connection: AttachConnection) -> AgentInput {
         let (token, purpose) = (connection.request.token, connection.request.purpose);
         self.undecided = Some(connection);

@@ -46,8 +46,8 @@ impl AgentDriver {
         }
     }
 
-    /// Begins to start `words`, a command that a user runs with `launch exec` next to the worker of
-    /// a rank. Does not wait until it has started.
+    /// Requests the start of the command `words`, which a user runs with `launch exec` next to the
+    /// worker of a rank. Does not wait until it has started.
     fn start_exec_command(&mut self, id: ExecId, rank: Rank, words: Vec<String>) -> diagnostic::Result<()> {
         let (Some(plan), Some(pid)) = (self.plan.clone(), self.find_unreaped_pid(rank)) else {
             let message = format!("rank {rank} does not run at present");

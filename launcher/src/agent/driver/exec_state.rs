@@ -61,7 +61,7 @@ pub(super) struct LaunchExecCommands {
 }
 
 impl LaunchExecCommands {
-    /// Creates the state of `launch exec` on a host on which no such command runs yet.
+    /// Creates the list of running `launch exec` commands of this host, which is empty at first.
     pub(super) fn new() -> LaunchExecCommands {
         LaunchExecCommands {
             commands: HashMap::new(),

@@ -19,11 +19,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long the agent waits until the stacks of hanging workers and other evidence about the hang
-/// are collected. The stacks are left out if the kernel takes longer to describe the processes.
+/// How long the agent waits for the evidence about hanging workers, such as their stacks and their
+/// last collectives. The stacks are left out if the kernel takes longer to describe the processes.
 const COLLECTION_TIMEOUT: Duration = Duration::from_secs(7);
-/// The longest time by which a GPU error that the driver has logged without a pid may precede a
-/// worker's hang and still be reported as its possible reason.
+/// The longest time from a GPU error that was logged without a pid to a worker's hang for which the
+/// error counts as a possible reason.
 const MAX_GPU_FAULT_AGE: Duration = Duration::from_secs(120);
 
 impl AgentDriver {
@@ -42,8 +42,8 @@ impl AgentDriver {
         }
     }
 
-    /// Returns how many collectives the worker `rank` has entered and completed, and whether it
-    /// waits in one, from which a hang is detected. Returns `None` if the worker has reported no
+    /// Returns a counter of the collectives that the worker `rank` has entered and completed, and
+    /// whether the worker waits in a collective. Returns `None` if the worker has reported no
     /// collectives.
     fn read_collective_activity(&self, rank: Rank) -> Option<CollectiveActivity> {
         let plan = self.plan.as_ref()?;
@@ -97,8 +97,8 @@ impl AgentDriver {
         _ = thread::Builder::new().name("hang-evidence".into()).spawn(work);
     }
 
-    /// Builds the request to collect evidence about hanging workers: their pids, and where the
-    /// evidence is found.
+    /// Builds the request to collect evidence about hanging workers, with their pids and GPU errors
+    /// and the files and memory that contain evidence.
     fn build_evidence_request(&mut self, plan: &HostPlan, workers: &[(&WorkerPlan, u32)]) -> EvidenceRequest {
         let timeout_ms = plan.hang_detection.map_or(0, |detection| detection.timeout_ms);
         let window = Duration::from_millis(timeout_ms) + MAX_GPU_FAULT_AGE;
@@ -124,9 +124,8 @@ impl AgentDriver {
         }
     }
 
-    /// Returns the input by which the agent's state machine learns that the stacks of the hanging
-    /// workers of the attempt `attempt` were written to their logs. For an earlier attempt, the
-    /// input is a tick.
+    /// Converts the evidence about hanging workers, whose stacks are in their logs now, to an input
+    /// of the agent's state machine. For an earlier attempt, the input is a tick.
     pub(super) fn on_stacks_written(&self, (attempt, evidence): (u32, Vec<RankEvidence>)) -> AgentInput {
         let now = self.plan.as_ref().map(|plan| plan.attempt);
         if now == Some(attempt) { AgentInput::StacksWritten { evidence } } else { AgentInput::Tick }

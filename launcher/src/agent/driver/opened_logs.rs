@@ -31,8 +31,9 @@ impl Default for OpenedLogs {
     }
 }
 
-/// Opens the logs of the workers that the plan of this host describes. Blocks while the disk
-/// stalls. On a full disk, tries again until [`OPEN_LOG_TIMEOUT`].
+/// Opens the log file of each worker that the controller has assigned to this host, and returns the
+/// open logs by rank. Blocks while the disk stalls. On a full disk, tries again until
+/// [`OPEN_LOG_TIMEOUT`].
 pub(super) fn open_logs(plan: &HostPlan) -> Result<HashMap<Rank, RankLog>, (Rank, Diagnostic)> {
     let (began, mut pauses) = (Instant::now(), RetryPauses::default());
     let mut logs = HashMap::new();

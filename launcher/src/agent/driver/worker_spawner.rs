@@ -198,9 +198,9 @@ impl WorkerSpawner {
         }
     }
 
-    /// Returns whether the thread that starts processes is starting one, running a command or
-    /// activating an environment at present. Only the thread may then reap children that the agent
-    /// does not know.
+    /// Returns whether the thread that starts processes still has requests to finish, such as
+    /// starting a worker or activating an environment. Only the thread may then reap children that
+    /// the agent does not know.
     pub(super) fn is_busy(&self) -> bool {
         self.pending > 0
     }

@@ -26,9 +26,9 @@ use std::{io, os::fd::AsFd, rc::Rc, sync::Arc, thread, time::Duration};
 use tokio::{net::UnixStream, sync::mpsc};
 
 impl AgentDriver {
-    /// Sets up what the workers of a plan share before they start: the port at which programs meet
-    /// (the rendezvous), shared memory, and the logs, which open on a separate thread. The logs are
-    /// opened on a separate thread, because their disk may stall.
+    /// Sets up what the workers of this host share before they start: the rendezvous port, the
+    /// shared memory and the open log files. The logs are opened on a separate thread, because
+    /// their disk may stall.
     ///
     /// Returns [`AgentInput::SpawnFailed`] if the shared memory or the thread is not available.
     /// Keeps the connections to the processes of the ranks `kept`.
@@ -69,8 +69,8 @@ impl AgentDriver {
         }
     }
 
-    /// Creates the memory through which the built-in workers of the host exchange data and, in the
-    /// first attempt, the memory for their status and for copies of their training state.
+    /// Creates the shared memory for data exchange between built-in workers and, at the first call,
+    /// the memory for their status and state copies.
     fn create_shared_memories(&mut self, plan: &HostPlan) -> io::Result<()> {
         self.shm = Some(Arc::new(process::create_shared_memory()?));
         let status = match self.status_memory.take() {
@@ -101,8 +101,8 @@ impl AgentDriver {
         }
     }
 
-    /// Begins to activate the environments that `run.activate` lists, unless an earlier attempt
-    /// (start of all workers) has done so. Returns [`AgentInput::Prepared`] if there is nothing to
+    /// Begins to activate the environments that `run.activate` lists, if no earlier attempt (start
+    /// of all workers) has activated them. Returns [`AgentInput::Prepared`] if there is nothing to
     /// activate.
     fn activate_environment(&mut self, attempt: u32) -> AgentInput {
         match &self.plan {
@@ -138,8 +138,8 @@ impl AgentDriver {
         }
     }
 
-    /// Begins to start the process of the worker with the index `index` in the controller's plan
-    /// for this host.
+    /// Begins to start the process of the worker at the position `index` in the list of workers
+    /// that the controller has assigned to this host.
     ///
     /// Returns [`AgentInput::SpawnFailed`] if the log of the worker is not open.
     pub(super) fn spawn_worker(&mut self, index: usize) -> Option<AgentInput> {
@@ -174,10 +174,9 @@ impl AgentDriver {
         None
     }
 
-    /// Adds to a program's plan the environment variables that load the hang hook (a Python module
-    /// that reports the rank's collectives) and switch on torch's flight recorder, and makes the
-    /// hook visible in the container of the worker. Without the hook, the state of the threads is
-    /// the only evidence.
+    /// Makes a worker's program load the hang hook (a Python module that reports the rank's
+    /// collectives) and switches on torch's flight recorder. Without the hook, the state of the
+    /// threads is the only evidence.
     fn add_hang_hook(
         &mut self,
         plan: &HostPlan,
@@ -221,7 +220,8 @@ impl AgentDriver {
         hook.add_variables(&mut worker.env, path, timeout);
     }
 
-    /// Warns once that the programs of this host have no hang hook.
+    /// Warns the user once that hangs on this host are diagnosed without the hang hook (a Python
+    /// module for workers), because of `reason`.
     fn report_missing_hook(&mut self, rank: Rank, reason: &str) {
         if !std::mem::replace(&mut self.hang_hook_failed, true) {
             let message = format!("hangs are diagnosed without the hang hook: {reason}");
@@ -229,17 +229,17 @@ impl AgentDriver {
         }
     }
 
-    /// Creates the evidence about timeouts of the collectives of a worker that is being started.
-    /// Returns `None` if hangs are not detected.
+    /// Creates the [`TimeoutEvidence`] of a starting worker, which later shows whether a timeout of
+    /// one of its collectives ended the worker. Returns `None` if hangs are not detected.
     fn create_timeout_evidence(&self, plan: &HostPlan, worker: &WorkerPlan) -> Option<TimeoutEvidence> {
         plan.hang_detection?;
         let hook = self.hang_hook.as_ref().map(HookDirectory::path);
         Some(TimeoutEvidence::new((worker.rank, plan.world), plan.attempt, &worker.log, hook))
     }
 
-    /// Makes a process that was kept from an earlier attempt (start of all workers) take part in
-    /// the current one, as the worker with the index `index` in the plan for this host. Passes the
-    /// shared memory of the attempt to the process. If that fails, kills the process.
+    /// Makes a process that was kept from an earlier attempt (start of all workers) run the worker
+    /// at the position `index` in this host's list of workers. Passes the shared memory of the
+    /// attempt to the process. If that fails, kills the process.
     pub(super) fn rejoin_worker(&mut self, index: usize) -> Option<AgentInput> {
         let rank = self.plan.as_ref()?.workers.get(index)?.rank;
         let pass = |handle: &WorkerHandle| {
@@ -260,8 +260,8 @@ impl AgentDriver {
         Some(AgentInput::SpawnFailed { rank, diagnostic })
     }
 
-    /// Starts the thread that copies a worker's output and the tasks of its control connection,
-    /// after the worker's process was started. Returns the answer for the agent's state machine:
+    /// Starts copying the output of a newly started worker and exchanging messages with it, or
+    /// handles the failure of the start. Returns the answer for the agent's state machine:
     /// [`AgentInput::Spawned`] or [`AgentInput::SpawnFailed`].
     fn on_worker_spawned(&mut self, result: SpawnResult) -> AgentInput {
         let SpawnResult { attempt, index, spawned } = result;
@@ -349,8 +349,8 @@ impl AgentDriver {
     }
 }
 
-/// Removes those default environment variables of launch from the plan of a worker that the
-/// activated environment (`run.activate`) sets itself.
+/// Removes from a worker's environment those default variables of launch to which the environments
+/// of `run.activate` have given other values.
 pub(super) fn remove_replaced_defaults(
     worker: &WorkerPlan,
     run: &RunSpec,
@@ -367,7 +367,8 @@ pub(super) fn remove_replaced_defaults(
     worker
 }
 
-/// Returns the options of the thread that copies the output of a worker to the worker's log.
+/// Returns the options for copying a worker's output to its log, such as whether the user also sees
+/// the output.
 fn build_pump_options(plan: &HostPlan, worker: &WorkerPlan) -> PumpOptions {
     let run = &plan.job.run;
     let error_file = worker.env.iter().find(|(name, _)| name == env::TORCHELASTIC_ERROR_FILE);

@@ -1,20 +1,23 @@
-//! The paths of the dumps of torch's flight recorder.
+//! Builds the paths of the files (dumps) to which torch's flight recorder writes the last
+//! collectives of a rank.
 use jobspec::ids::Rank;
 use std::path::{Path, PathBuf};
 
-/// Returns the path of the dump that torch writes for the rank `rank`, next to its log `log`. torch
-/// appends the rank to the text that [`build_dump_prefix`] returns.
+/// Returns the path of the file to which torch writes the flight recorder's dump of the rank
+/// `rank`, in the directory of the rank's log `log`. torch appends the rank to the text that
+/// [`build_dump_prefix`] returns.
 pub(super) fn build_dump_path(log: &Path, attempt: u32, rank: Rank) -> PathBuf {
     log.with_file_name(format!("{}{rank}", format_dump_prefix(attempt)))
 }
 
-/// Returns the text to which torch appends the rank to get the path of the dump of its flight
-/// recorder, next to the log `log`.
+/// Returns the path prefix of the flight recorder's dumps in the directory of the log `log`; torch
+/// appends the rank to the prefix.
 pub(super) fn build_dump_prefix(log: &Path, attempt: u32) -> PathBuf {
     log.with_file_name(format_dump_prefix(attempt))
 }
 
-/// Formats the first part of the name of the dumps of an attempt.
+/// Formats the file name of a flight recorder's dump without the rank at its end, such as
+/// `flight-recorder-0-` for the attempt 0.
 fn format_dump_prefix(attempt: u32) -> String {
     format!("flight-recorder-{attempt}-")
 }

@@ -1,5 +1,5 @@
-//! [`FlightRecorderDump`]: the dump of torch's flight recorder, which torch writes when one of its
-//! timeouts expires, before it ends the process.
+//! [`FlightRecorderDump`]: parses the file to which torch's flight recorder writes (dumps) a rank's
+//! last collectives after a timeout.
 use super::hook_directory::{MAX_ITEMS_PER_RANK, MAX_TEXT_BYTES};
 use crate::private_files::open_own_file_without_links;
 use jobspec::ids::Rank;
@@ -12,7 +12,8 @@ use std::{io::Read, path::Path};
 /// and their stacks has a few megabytes.
 const MAX_DUMP_BYTES: u64 = 32 << 20;
 
-/// What torch's flight recorder of a rank has recorded.
+/// The process groups, the newest collectives and the stack of one rank, as torch's flight recorder
+/// has recorded them.
 #[derive(Debug, PartialEq)]
 pub(super) struct FlightRecorderDump {
     /// The process groups of the rank.
@@ -24,7 +25,8 @@ pub(super) struct FlightRecorderDump {
     pub(super) stack: Vec<StackFrame>,
 }
 
-/// The parts of the dump that the agent uses. torch changes the others from version to version.
+/// The fields of a flight recorder's dump that the agent reads, in the form in which torch writes
+/// them. torch changes the others from version to version.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct RawDump {
@@ -33,7 +35,8 @@ struct RawDump {
     pg_status: Map<String, Value>,
 }
 
-/// A collective in the dump.
+/// One collective in a flight recorder's dump, with its process group, state, input sizes and
+/// stack.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct RawEntry {
@@ -48,7 +51,7 @@ struct RawEntry {
     frames: Vec<RawFrame>,
 }
 
-/// A frame of a stack in the dump.
+/// One stack frame (function, file and line) of a collective in a flight recorder's dump.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct RawFrame {
@@ -58,8 +61,9 @@ struct RawFrame {
 }
 
 impl FlightRecorderDump {
-    /// Reads the dump in the file `path`. Returns `None` if there is no file, or no valid one. The
-    /// dump is untrusted input, which the reader of crate `ckpt` parses without executing it.
+    /// Reads and parses the file `path`, to which torch's flight recorder has written a rank's last
+    /// collectives. Returns `None` if there is no file, or no valid one. The dump is untrusted
+    /// input, which the reader of crate `ckpt` parses without executing it.
     pub(super) fn read(path: &Path, world: u32) -> Option<FlightRecorderDump> {
         let mut bytes = Vec::new();
         let file = open_own_file_without_links(path).ok()?;
@@ -70,7 +74,8 @@ impl FlightRecorderDump {
         FlightRecorderDump::parse(&bytes, world)
     }
 
-    /// Parses a dump of a rank of a job with `world` ranks. Returns `None` if it is invalid.
+    /// Parses the flight recorder's dump of one rank in a job with `world` ranks. Returns `None` if
+    /// it is invalid.
     pub(super) fn parse(bytes: &[u8], world: u32) -> Option<FlightRecorderDump> {
         let value = ckpt::parse_plain_pickle(bytes, MAX_ITEMS_PER_RANK).ok()?;
         // serde would also read a list as a dump.
@@ -85,7 +90,8 @@ impl FlightRecorderDump {
 }
 
 impl RawDump {
-    /// Returns the process groups with their counters.
+    /// Returns each process group in the dump, with the numbers of its last enqueued and last
+    /// completed collective.
     fn list_groups(&self, world: u32) -> Vec<GroupCounters> {
         let build = |(name, status): (&String, &Value)| {
             let count = |key: &str| status.get(key).and_then(Value::as_i64).unwrap_or(-1);
@@ -104,8 +110,8 @@ impl RawDump {
         self.pg_status.iter().take(MAX_ITEMS_PER_RANK).map(build).collect()
     }
 
-    /// Returns the ranks of the process group `name`. The dump contains them as a text, such as
-    /// `[0, 1]`. Gloo records them without a name.
+    /// Returns the ranks in the process group `name`, as the flight recorder's dump lists them. The
+    /// dump contains them as a text, such as `[0, 1]`. Gloo records them without a name.
     fn list_ranks(&self, name: &str, world: u32) -> Vec<Rank> {
         let config = self.pg_config.get(name).or_else(|| self.pg_config.get(""));
         let text = config.and_then(|config| config.get("ranks")?.as_str()).unwrap_or_default();
@@ -123,7 +129,8 @@ impl RawEntry {
         self.retired || self.state == "completed"
     }
 
-    /// Converts the entry to evidence. Returns `None` for an entry without a process group.
+    /// Converts a collective in the flight recorder's dump to an entry of the evidence about a
+    /// hanging rank. Returns `None` for an entry without a process group.
     fn to_entry(&self) -> Option<CollectiveEntry> {
         Some(CollectiveEntry {
             group: truncate(self.group_name()?),
@@ -146,12 +153,14 @@ impl RawEntry {
     }
 }
 
-/// Truncates a text of a dump to [`MAX_TEXT_BYTES`].
+/// Truncates a text from a flight recorder's dump, such as the name of a process group, to
+/// [`MAX_TEXT_BYTES`] bytes.
 fn truncate(text: &str) -> String {
     text[..text.floor_char_boundary(MAX_TEXT_BYTES)].to_owned()
 }
 
-/// Formats a value of a dump as the hang hook does, with Python's `str`: `[[4]]` or `['Float']`.
+/// Formats a list or text from a flight recorder's dump in Python's notation, such as `[[4]]` or
+/// `['Float']`, which the hang hook also uses.
 fn format_as_python(value: &Value) -> String {
     match value {
         Value::Array(items) => {

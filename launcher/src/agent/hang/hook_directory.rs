@@ -32,8 +32,8 @@ const MODULE_DIRECTORY: &str = "python";
 /// command. It runs in the container, because the image may set `PYTHONPATH`, too.
 const CONTAINER_SCRIPT: &str =
     "export PYTHONPATH=\"$LAUNCH_HANG_DIR/python${PYTHONPATH:+:$PYTHONPATH}\"; exec \"$@\"";
-/// The number of collectives that torch's flight recorder keeps, as the text of the environment
-/// variable that sets it.
+/// The value, as text, of the environment variable that sets how many collectives torch's flight
+/// recorder keeps.
 const FLIGHT_RECORDER_ENTRIES: &str = "2000";
 /// The largest file, in bytes, of a rank's hang hook (a Python module in the worker) that the agent
 /// reads.
@@ -54,12 +54,13 @@ const DIRECTORY_NAME_PREFIX: &str = "launch-hang-";
 /// The name of the file that an agent keeps locked to show that its directory with the hang hook (a
 /// Python module for workers) is in use.
 const LOCK_FILE: &str = "lock";
-/// The age from which a directory with a hang hook whose lock file is not locked counts as left
-/// behind by a killed agent. A younger one may have been created by an agent that has not yet
-/// locked the file.
+/// The age above which a directory for a hang hook without a locked lock file counts as left behind
+/// by a killed agent. A younger one may have been created by an agent that has not yet locked the
+/// file.
 const ABANDONED_AGE: Duration = Duration::from_secs(60);
 
-/// By how much the time of a file may precede the time at which it was written.
+/// The longest time by which a file's modification time may precede the write of the file, because
+/// kernels round such times down.
 const FILE_TIME_GRANULARITY: Duration = Duration::from_millis(20);
 
 /// The private temporary directory of an agent that contains the hang hook (a Python module for
@@ -135,17 +136,17 @@ impl HookDirectory {
         worker.extend(variables.map(|(name, value)| (name.to_owned(), value)));
     }
 
-    /// Changes the plan of a worker so that Python loads the hang hook in the container in which
-    /// the worker is going to run. The first words of `worker.wrapper` become a shell script of the
-    /// container.
+    /// Makes Python load the hang hook (a Python module for workers) in a worker's container, by
+    /// changing the worker's command and environment. The first words of `worker.wrapper` become a
+    /// shell script of the container.
     pub(in crate::agent) fn add_to_container(&self, worker: &mut WorkerPlan, timeout: Duration) {
         self.add_hook_variables(&mut worker.env, timeout);
         let words = ["sh", "-c", CONTAINER_SCRIPT, "sh"].map(str::to_owned);
         worker.wrapper.splice(..0, words);
     }
 
-    /// Lists the mounts by which a container sees the directory at the same path: the files that
-    /// the hook writes, and the hook, which the container cannot change.
+    /// Lists the container's mounts for the hang hook: the whole directory, in which the hook
+    /// writes files, and the read-only subdirectory with the hook.
     pub(in crate::agent) fn list_container_mounts(&self) -> Vec<ContainerMount> {
         let mount = |path: &Path, read_only: bool| {
             let path = path.display().to_string();
@@ -154,10 +155,11 @@ impl HookDirectory {
         vec![mount(&self.path, false), mount(&self.path.join(MODULE_DIRECTORY), true)]
     }
 
-    /// Adds the environment variables that switch on torch's flight recorder and NCCL's warnings to
-    /// a worker's plan, except for those that the user has set under their present or earlier name
-    /// (`is_given`). After a timeout, torch writes the recorded collectives to a file next to the
-    /// log of the worker, which belongs to the attempt `attempt`.
+    /// Adds to a worker's environment the variables that switch on torch's flight recorder and
+    /// NCCL's warnings, unless the user has set them. The function `is_given` returns whether a
+    /// variable is set, and is also called with its earlier name. After a timeout, torch writes the
+    /// recorded collectives to a file next to the log of the worker, which belongs to the attempt
+    /// `attempt`.
     pub(in crate::agent) fn add_recorder_variables(
         worker: &mut WorkerPlan,
         attempt: u32,
@@ -201,14 +203,15 @@ impl Drop for HookDirectory {
     }
 }
 
-/// Lists the files from which NCCL reads the values of its variables. The files may not exist.
+/// Lists the configuration files, such as `/etc/nccl.conf`, from which NCCL reads settings such as
+/// `NCCL_DEBUG`. The files may not exist.
 fn list_nccl_files() -> Vec<PathBuf> {
     let home = std::env::var_os(env::HOME).map(|home| Path::new(&home).join(".nccl.conf"));
     let user = std::env::var_os(env::NCCL_CONF_FILE).map(PathBuf::from).or(home);
     user.into_iter().chain([PathBuf::from("/etc/nccl.conf")]).collect()
 }
 
-/// Returns whether the file `file` of NCCL sets `NCCL_DEBUG`.
+/// Returns whether the NCCL configuration file `file` sets `NCCL_DEBUG`.
 fn sets_nccl_debug(file: &Path) -> bool {
     let mut text = String::new();
     let read = File::open(file).and_then(|file| file.take(MAX_FILE_BYTES).read_to_string(&mut text));
@@ -261,8 +264,9 @@ impl HookProcess {
         found.and_then(|at| processes.into_iter().nth(at))
     }
 
-    /// Returns whether the process was started with the variables of the hang hook in `directory`
-    /// and of the rank `rank`. The pid in an old file may belong to another process by now.
+    /// Returns whether the process belongs to the rank `rank` and uses the hang hook in
+    /// `directory`, according to its environment variables. The pid in an old file may belong to
+    /// another process by now.
     fn has_environment(&self, directory: &Path, rank: Rank) -> bool {
         let file = File::open(format!("/proc/{}/environ", self.pid));
         let mut environment = Vec::new();
@@ -305,8 +309,8 @@ impl HookProcess {
         limit_groups(self.read_status().groups)
     }
 
-    /// Reads the status that the hang hook in the process has published last. The status is empty
-    /// if there is none.
+    /// Reads the process's newest counters of collectives from the status file that the hang hook
+    /// in the process writes. The status is empty if there is none.
     fn read_status(&self) -> HookStatus {
         let text = read_limited(&self.base.with_extension("status")).unwrap_or_default();
         serde_json::from_slice(&text).unwrap_or_default()
@@ -327,8 +331,8 @@ struct HookStatus {
 }
 
 impl HookStatus {
-    /// Returns how many collectives the process has entered and completed, and whether it waits in
-    /// one; `None` if it has no process groups.
+    /// Returns the process's counter of entered and completed collectives, and whether the process
+    /// waits in a collective; `None` without process groups.
     fn collective_activity(self) -> Option<CollectiveActivity> {
         Some(CollectiveActivity { count: self.count?, is_waiting: self.waiting })
     }
@@ -417,8 +421,8 @@ fn list_rank_processes(directory: &Path, rank: Rank) -> Vec<HookProcess> {
     processes
 }
 
-/// Reads what the hang hook of a process of the rank `rank` has written at the end of the process,
-/// not before `since`, because a collective has timed out. Returns `None` without such a file.
+/// Reads the evidence that the hang hook of a process of the rank `rank` wrote, after the time
+/// `since`, because a collective timed out. Returns `None` without such a file.
 pub(super) fn read_timeout_answer(directory: &Path, rank: Rank, since: SystemTime) -> Option<HookAnswer> {
     let prefix = format!("rank-{rank}.");
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
@@ -433,8 +437,8 @@ pub(super) fn read_timeout_answer(directory: &Path, rank: Rank, since: SystemTim
     entries.filter_map(read).next()
 }
 
-/// Reads a file of a hang hook if the file belongs to this user, is no link and has at most
-/// [`MAX_FILE_BYTES`] bytes; returns `None` otherwise.
+/// Reads a file of a hang hook, or returns `None` if another user owns the file, it is a link, or
+/// it exceeds [`MAX_FILE_BYTES`].
 pub(super) fn read_limited(path: &Path) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
     let file = open_own_file_without_links(path).ok()?;

@@ -1,6 +1,5 @@
-//! [`OutputEvidence`]: what the output of a rank contains about collectives: the warnings of NCCL,
-//! which NCCL writes with `NCCL_DEBUG=WARN` or a higher level, and the collectives that torch's
-//! watchdog of NCCL has reported as timed out.
+//! [`OutputEvidence`]: finds in the output of a rank the warnings of NCCL and the collectives that
+//! torch has reported as timed out.
 use jobspec::ids::Rank;
 use protocol::hang::{CollectiveTimeout, RankEvidence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,7 +26,8 @@ pub(in crate::agent) struct OutputEvidence {
     found: Arc<Mutex<FoundLines>>,
 }
 
-/// What the output of a rank contains about collectives that failed or timed out.
+/// The NCCL warnings and the timed-out collectives that [`OutputEvidence`] has found in the output
+/// of a rank.
 #[derive(Debug, Default)]
 struct FoundLines {
     /// The newest warnings of NCCL, oldest first.
@@ -42,7 +42,8 @@ impl OutputEvidence {
         OutputEvidence { rank, found: Arc::default() }
     }
 
-    /// Searches `bytes`, complete lines of the rank's output.
+    /// Searches `bytes`, complete lines of the rank's output, for warnings of NCCL and for
+    /// collectives that torch has reported as timed out.
     pub(in crate::agent) fn add_output(&self, bytes: &[u8]) {
         // Almost no output has a marker, so one pass searches for the first letter of both.
         let candidates = bytes.iter().enumerate().filter(|(_, byte)| matches!(byte, b'N' | b'W'));
@@ -66,7 +67,8 @@ impl OutputEvidence {
         !self.lock().timeouts.is_empty()
     }
 
-    /// Adds what was found in the output to the other evidence about the rank.
+    /// Adds the NCCL warnings and timed-out collectives that were found in the rank's output to the
+    /// evidence about the rank.
     pub(in crate::agent) fn add_to(&self, evidence: &mut RankEvidence) {
         let found = self.lock();
         evidence.nccl_warnings.clone_from(&found.nccl_warnings);
@@ -88,8 +90,8 @@ impl FoundLines {
         }
     }
 
-    /// Adds the collective that `description` names, the text after [`TIMEOUT_MARKER`]. The rank in
-    /// the line itself may be a rank within a process group.
+    /// Records the timed-out collective that `description` names, a text which torch prints after
+    /// [`TIMEOUT_MARKER`]. The rank in the line itself may be a rank within a process group.
     fn add_timeout(&mut self, rank: Rank, description: &str) {
         let timeout = parse_timeout(rank, description);
         if let Some(timeout) = timeout.filter(|timeout| !self.timeouts.contains(timeout))
@@ -100,7 +102,8 @@ impl FoundLines {
     }
 }
 
-/// Parses the number and the name of the collective of the rank `rank` that has timed out.
+/// Parses the sequence number and the name of a timed-out collective from `description`, a text
+/// that torch prints.
 fn parse_timeout(rank: Rank, description: &str) -> Option<CollectiveTimeout> {
     let (seq, rest) = description.split_once(", OpType=")?;
     let (operation, _) = rest.split_once([',', ')'])?;

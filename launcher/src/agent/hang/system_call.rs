@@ -103,8 +103,8 @@ impl SystemCall {
     }
 }
 
-/// Classifies what a thread waits for, such as a lock or I/O, by its system call or, if the system
-/// call is unknown, by the name of the kernel function in which it waits.
+/// Determines from a thread's system call, or else from the kernel function in which it waits, what
+/// kind of event the thread waits for.
 pub(super) fn classify_wait(call: Option<&SystemCall>, channel: &str) -> WaitKind {
     match call {
         Some(call) if call.number == libc::SYS_futex => WaitKind::Futex,

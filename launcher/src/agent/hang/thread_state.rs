@@ -1,4 +1,5 @@
-//! [`MainThread`]: what the main thread of a process does, from `/proc`.
+//! [`MainThread`]: determines from `/proc` whether the main thread of a hanging process is busy,
+//! and what it waits for.
 use super::system_call::{SystemCall, classify_wait};
 use protocol::hang::ThreadState;
 use std::{
@@ -54,8 +55,8 @@ impl MainThread {
         Some(describe_thread(self.pid, self.pid, state, busy))
     }
 
-    /// Ends the observation and describes the main thread or, if the main thread only waits while
-    /// another thread is blocked in the kernel and cannot be interrupted, that other thread.
+    /// Ends the observation, and returns the state of the main thread or, if that only sleeps, of a
+    /// thread that is blocked uninterruptibly in the kernel.
     pub(super) fn finish_observation_of_any_thread(self) -> Option<ThreadState> {
         let pid = self.pid;
         let main = self.finish_observation()?;
@@ -70,8 +71,8 @@ impl MainThread {
     }
 }
 
-/// Describes the thread `thread`, whose state in `/proc` is the letter `state`, and determines from
-/// its other files in `/proc` what it waits for.
+/// Returns the state of a thread, the kernel function and system call in which it waits, and its
+/// kernel stack, as read from `/proc`.
 fn describe_thread(pid: u32, thread: u32, state: char, busy: bool) -> ThreadState {
     let directory = format!("/proc/{pid}/task/{thread}");
     let wait_channel = fs::read_to_string(format!("{directory}/wchan")).unwrap_or_default();

@@ -1,5 +1,5 @@
-//! [`TimeoutEvidence`]: finds out whether a worker has ended because a collective timed out, and
-//! what the worker leaves about its collectives.
+//! [`TimeoutEvidence`]: determines whether torch has ended a worker because a collective timed out,
+//! and reads what the worker recorded about its collectives.
 use super::{
     dump_path::build_dump_path, flight_recorder::FlightRecorderDump, hook_directory::read_timeout_answer,
     output_evidence::OutputEvidence,
@@ -11,8 +11,8 @@ use std::{
     time::SystemTime,
 };
 
-/// Where the evidence about a worker is found that has ended because a timeout of torch expired: in
-/// its output, in the dump of torch's flight recorder, and in the file of the hang hook.
+/// The places that show whether a timeout of torch ended a worker: its output, the flight
+/// recorder's dump, and the hang hook's directory.
 #[derive(Clone, Debug)]
 pub(in crate::agent) struct TimeoutEvidence {
     rank: Rank,
@@ -27,8 +27,8 @@ pub(in crate::agent) struct TimeoutEvidence {
 }
 
 impl TimeoutEvidence {
-    /// Creates the evidence about the worker of the rank `rank`, which starts now. `log` is the
-    /// path of the worker's log.
+    /// Prepares to find out later whether a timeout of torch has ended the worker of the rank
+    /// `rank`, which is started now. `log` is the path of the worker's log.
     pub(in crate::agent) fn new(
         (rank, world): (Rank, u32),
         attempt: u32,
@@ -45,13 +45,14 @@ impl TimeoutEvidence {
         }
     }
 
-    /// Returns the evidence in the output of the worker.
+    /// Returns the NCCL warnings and timed-out collectives that were found in the output of the
+    /// worker.
     pub(in crate::agent) fn output(&self) -> &OutputEvidence {
         &self.output
     }
 
-    /// Reads what the worker, which has ended, leaves about its collectives. Returns `None` if
-    /// nothing shows that torch has detected a hang.
+    /// Reads the evidence that torch has ended the worker because a collective timed out, after the
+    /// end of the worker. Returns `None` if nothing shows that torch has detected a hang.
     pub(in crate::agent) fn read(&self) -> Option<Box<RankEvidence>> {
         let directory = self.hook_directory.as_deref();
         let answer =
@@ -67,22 +68,25 @@ impl TimeoutEvidence {
         is_timeout.then(|| Box::new(evidence))
     }
 
-    /// Reads the dump that torch has written after a timeout.
+    /// Reads the dump that torch's flight recorder has written for the worker after a timeout of a
+    /// collective.
     pub(super) fn read_dump(&self) -> Option<FlightRecorderDump> {
         FlightRecorderDump::read(&self.dump, self.world)
     }
 }
 
 impl FlightRecorderDump {
-    /// Converts the dump to the evidence about a rank that has ended after it wrote the dump.
+    /// Converts the flight recorder's dump to evidence about the collectives of the rank `rank`,
+    /// whose process has ended.
     fn into_evidence(self, rank: Rank) -> RankEvidence {
         let mut evidence = RankEvidence { rank, ..RankEvidence::default() };
         self.add_to(&mut evidence);
         evidence
     }
 
-    /// Replaces the collectives in the evidence about a rank that has not answered by those of the
-    /// dump. A stack that is known is newer than that of the dump.
+    /// Replaces the process groups and collectives in the evidence about a rank that did not answer
+    /// the agent by those of the flight recorder's dump. A stack that is known is newer than that
+    /// of the dump.
     pub(super) fn add_to(self, evidence: &mut RankEvidence) {
         (evidence.groups, evidence.entries, evidence.answered) = (self.groups, self.entries, true);
         if evidence.stack.is_empty() {
@@ -91,8 +95,9 @@ impl FlightRecorderDump {
     }
 }
 
-/// Adds the collective in which the exception of a timeout was raised to the evidence of the hook.
-/// Backends without a watchdog, such as Gloo, log no timeout.
+/// Adds the last incomplete collective of the rank, in which Python raised the timeout exception,
+/// to the timed-out collectives of the evidence. Backends without a watchdog, such as Gloo, log no
+/// timeout.
 fn add_timeout_of_exception(mut evidence: RankEvidence) -> RankEvidence {
     let pending = evidence.entries.iter().rfind(|entry| !entry.retired && !entry.p2p);
     evidence.collective_timeouts.extend(pending.map(|entry| CollectiveTimeout {

@@ -18,8 +18,9 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// Inspects the hardware, limits and addresses of this host and the directories `dirs`, for `launch
-/// check`. Leaves values empty or 0 that are not available.
+/// Returns what `launch check` reports about this host: its hardware, resource limits, network
+/// addresses and clock, and the state of the directories `dirs`. Leaves values empty or 0 that are
+/// not available.
 pub(super) fn inspect_host(dirs: &[PathBuf]) -> HostInspection {
     let text = |file: &str| fs::read_to_string(file).unwrap_or_default();
     let meminfo = text("/proc/meminfo");
@@ -59,9 +60,8 @@ fn parse_meminfo_bytes(meminfo: &str, name: &str) -> u64 {
     number.unwrap_or(0).saturating_mul(1024)
 }
 
-/// Tests whether the home directory is writable, and also the cache directory that contains this
-/// executable, if launch has copied the executable to the host. Returns each directory with the
-/// result.
+/// Tests whether the home directory is writable and, if this executable runs from launch's cache
+/// directory, whether the cache directory is writable. Returns each directory with the result.
 fn check_home_directories() -> Vec<(PathBuf, diagnostic::Result<()>)> {
     let Some(home) = std::env::home_dir() else { return Vec::new() };
     let cache = fs::read_link("/proc/self/exe").ok().and_then(|exe| exe.parent().map(Path::to_owned));
@@ -82,9 +82,9 @@ fn check_writable(dir: &Path) -> diagnostic::Result<()> {
     })
 }
 
-/// Inspects a directory or, if the directory does not exist, its nearest existing parent, for
-/// `launch check`. Determines the file system, the free space, and whether the directory is
-/// writable.
+/// Returns the file system, the free space and the writability of a directory or, if it does not
+/// exist, of its nearest existing parent. Determines the file system, the free space, and whether
+/// the directory is writable.
 fn inspect_directory(dir: &Path) -> DirectoryInspection {
     let path = dir.ancestors().find(|a| a.is_dir()).unwrap_or(Path::new("/")).to_owned();
     DirectoryInspection {

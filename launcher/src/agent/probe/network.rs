@@ -37,8 +37,8 @@ pub(super) struct NetworkProber {
 }
 
 impl NetworkProber {
-    /// Inspects the network interface and the RDMA devices of this host, and opens ports at which
-    /// threads accept measurements of other agents until the agent ends.
+    /// Returns the network interface and the RDMA devices of this host, and starts threads that
+    /// accept network measurements of other agents.
     pub(super) fn inspect_and_listen(
         &self,
         request: &NetworkRequest,

@@ -30,9 +30,9 @@ const P2P_CAPABILITY_READ: c_int = 0;
 /// The NVML constant (`nvmlComputeMode_t`) for GPUs that any number of processes may use.
 const COMPUTE_MODE_DEFAULT: c_int = 0;
 
-/// The bits of NVML's reasons for throttled clocks (`nvmlClocksThrottleReason…`) that indicate a
-/// fault, with descriptions. Other bits, such as throttling of an idle GPU or at the power limit,
-/// are normal.
+/// The bits in NVML's throttle reasons (`nvmlClocksThrottleReason…`) that indicate a fault of a
+/// GPU, each with a description. Other bits, such as throttling of an idle GPU or at the power
+/// limit, are normal.
 const THROTTLE_REASONS: [(u64, &str); 4] = [
     (0x08, "hardware slowdown"),
     (0x20, "too hot (software thermal slowdown)"),
@@ -145,8 +145,9 @@ struct NvmlPciInfo {
 /// are queried. Dropping the value shuts NVML down.
 pub(in crate::agent) struct Nvml(SharedLibrary);
 
-/// Calls the NVML function with the given name. Each argument is written as `value => type`.
-/// Evaluates to an error if the function is missing or returns an error code.
+/// Calls the NVML function with the given name and arguments, and converts its return code to a
+/// `Result`. Each argument is written as `value => type`. Evaluates to an error if the function is
+/// missing or returns an error code.
 ///
 /// # Safety
 ///
@@ -350,7 +351,8 @@ impl Nvml {
         (0..count).filter_map(query).collect()
     }
 
-    /// Queries the share of the time in which a GPU executed kernels recently, in percent.
+    /// Queries the share of the last sampling period of the driver in which a GPU executed kernels,
+    /// in percent.
     fn query_busy_percent(&self, device: DeviceHandle) -> Result<c_uint, NvmlError> {
         // nvmlUtilization_t: the shares of the time for the GPU and for its memory, in percent.
         let mut shares = [0; 2];
@@ -391,8 +393,8 @@ impl Nvml {
         Ok(up != 0)
     }
 
-    /// Returns which of the GPUs `devices` have memory that the GPU `device` cannot access
-    /// directly, as indices with the reasons.
+    /// Returns the indices of those GPUs whose memory the GPU `device` cannot access directly (peer
+    /// to peer), each with the reason.
     fn query_missing_peer_access(
         &self,
         device: DeviceHandle,

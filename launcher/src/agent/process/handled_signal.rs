@@ -15,9 +15,9 @@ pub(in crate::agent) fn signal_if_handled(pid: u32, signal: i32) -> bool {
     handles_signal(pid as i32, signal) && kill(Pid::from_raw(pid as i32), signal).is_ok()
 }
 
-/// Sends `signal` to the topmost processes that handle it, among the process of a worker with this
-/// pid and the descendants of the process. Returns whether any process got the signal. The worker
-/// must not have been reaped.
+/// Sends `signal` to the process with this pid or, if it has no handler for the signal, to its
+/// nearest descendants that have one. Returns whether any process got the signal. The worker must
+/// not have been reaped.
 ///
 /// A process that handles the signal decides about its own descendants, such as the processes that
 /// load data for it. A shell script or another wrapper that does not handle the signal is skipped,
@@ -32,8 +32,8 @@ pub(in crate::agent) fn signal_handling_processes(pid: u32, signal: Signal) -> b
     is_sent
 }
 
-/// Sends `signal` to the topmost processes that handle it among the descendants of the process with
-/// this pid. Returns whether any process got the signal.
+/// Sends `signal` to the nearest descendants of the process with this pid that have a handler for
+/// the signal. Returns whether any process got the signal.
 fn signal_handling_descendants(pid: u32, signal: Signal) -> bool {
     let mut children: HashMap<i32, Vec<ProcessStat>> = HashMap::new();
     for process in list_processes() {
@@ -59,8 +59,8 @@ fn handles_signal(pid: i32, signal: Signal) -> bool {
     has_handler(&status, signal as i32)
 }
 
-/// Returns whether a process has a handler for a signal. `status` is the content of
-/// `/proc/PID/status`.
+/// Returns whether `status`, the text of a process's status file in `/proc`, shows a handler for
+/// the signal `signal`. `status` is the content of `/proc/PID/status`.
 fn has_handler(status: &str, signal: i32) -> bool {
     let mask = status.lines().find_map(|l| l.strip_prefix("SigCgt:"));
     let mask = mask.and_then(|m| u64::from_str_radix(m.trim(), 16).ok()).unwrap_or(0);

@@ -24,7 +24,8 @@ use std::{
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// The number of bytes of the login shell's output that are read at once.
 const CHUNK_BYTES: usize = 16 << 10;
-/// The number of bytes at the end of the stderr of a script in a login shell that are kept.
+/// The size, in bytes, of the last part of a script's stderr that is kept when a login shell runs
+/// the script.
 const MAX_STDERR_BYTES: usize = 8 << 10;
 
 /// The limits on the run time and the output size of a script in a login shell.
@@ -159,7 +160,7 @@ fn read_until_shell_end(child: &mut Child, limits: ShellLimits) -> Result<ShellO
     }
 }
 
-/// Appends the available output in a nonblocking pipe to `text`, until no more is available or the
+/// Appends the bytes that are available in a nonblocking pipe to `text`, and stops early if the
 /// function `keeps_reading` returns `false`. Returns whether the pipe is still open.
 fn read_available(
     pipe: &mut impl Read,

@@ -78,14 +78,14 @@ impl ChildListener {
         Ok(ChildListener { addresses, state })
     }
 
-    /// Returns the addresses at which other agents can connect to this one, to reach the controller
-    /// through it.
+    /// Returns the addresses of this agent at which other agents can connect in order to reach the
+    /// controller through it.
     pub(super) fn addresses(&self) -> &[SocketAddr] {
         &self.addresses
     }
 
-    /// Sets whether this agent can reach the controller; while it cannot, it accepts no agents
-    /// below it in the tree.
+    /// Records whether this agent can reach the controller, because it accepts other agents below
+    /// it in the tree only while it can.
     pub(super) fn set_connected(&self, is_connected: bool) {
         self.state.is_connected.store(is_connected, Ordering::Relaxed);
     }

@@ -1,5 +1,5 @@
-//! Connects an agent to its parent: the agent above it in the tree of agents, through which it
-//! reaches the controller.
+//! Connects an agent to its parent, which is the agent above it in the tree of agents and leads to
+//! the controller.
 use super::neighbour_link::NeighbourLink;
 use crate::connection::{
     FrameError,
@@ -21,20 +21,20 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// How long after an attempt to connect to one possible parent in the tree, or to one address of a
-/// parent, the agent tries the next one in parallel (RFC 8305).
+/// The delay between the starts of parallel attempts to connect to possible parents in the tree of
+/// agents, or to a parent's addresses.
 const NEXT_ATTEMPT_DELAY: Duration = Duration::from_millis(200);
 /// The time limit of one attempt to connect to a possible parent in the tree of agents, through
 /// which the agent would reach the controller.
 const CONNECT_ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
-/// The pause before an agent tries for the second time to connect to the same possible parent in
-/// the tree of agents. It doubles after each attempt.
+/// The pause between the first and the second attempt of an agent to connect to one possible parent
+/// in the tree of agents. It doubles after each attempt.
 const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// The longest pause before an agent tries again to connect to the same possible parent in the tree
 /// of agents.
 const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(2);
-/// How long an agent that has just started repeats its attempts to connect, if all possible parents
-/// in the tree of agents reject it.
+/// The time limit for a new agent's attempts to connect to possible parents in the tree of agents,
+/// while these reject the agent.
 const MAX_FIRST_CONNECT_TIME: Duration = Duration::from_secs(20);
 
 /// After which kinds of failures an agent repeats its attempt to connect to a possible parent in
@@ -80,17 +80,17 @@ impl fmt::Display for AttemptFailure {
     }
 }
 
-/// Connects an agent that has just started to one of its possible parents in the tree of agents,
-/// through which it then reaches the controller. Fails if none can be reached, or if those that can
-/// be reached reject the agent for too long.
+/// Connects a newly started agent to one of its possible parents in the tree of agents, so that the
+/// agent can reach the controller. Fails if none can be reached, or if those that can be reached
+/// reject the agent for too long.
 pub(super) async fn connect_to_parent(setup: &TreeSetup) -> diagnostic::Result<NeighbourLink> {
     let limit = Duration::from_millis(setup.reconnect_ms).min(MAX_FIRST_CONNECT_TIME);
     race_possible_parents(setup, limit, RetryPolicy::Rejections).await
 }
 
-/// Connects an agent that has lost its parent in the tree of agents, through which it reached the
-/// controller, to another possible parent. Tries them repeatedly, for the time that the controller
-/// has set.
+/// Connects an agent whose parent in the tree of agents was lost to another possible parent, so
+/// that the agent reaches the controller again. Tries them repeatedly, for the time that the
+/// controller has set.
 pub(super) async fn reconnect_to_parent(setup: &TreeSetup) -> diagnostic::Result<NeighbourLink> {
     race_possible_parents(setup, Duration::from_millis(setup.reconnect_ms), RetryPolicy::AllFailures).await
 }
@@ -138,9 +138,8 @@ async fn race_possible_parents(
     Err(build_unreachable_error(setup, &failures.values().cloned().collect::<Vec<_>>()))
 }
 
-/// Calls `attempt`, which connects to one address, repeatedly until it succeeds or fails in a way
-/// after which the policy `repetition` permits no further attempt. Reports each failure to
-/// `record`.
+/// Calls the function `attempt`, which connects to one address, again after each failure until it
+/// succeeds or the policy `repetition` forbids a retry. Reports each failure to `record`.
 async fn retry_address<T, F>(
     attempt: impl Fn() -> F,
     repetition: RetryPolicy,
@@ -165,8 +164,8 @@ where
     }
 }
 
-/// Connects to one address of another agent, and asks that agent to accept this one below it in the
-/// tree of agents. Fails if another process answers, or if the agent does not accept the
+/// Connects to another agent at one address, and asks that agent to become the parent of this agent
+/// in the tree of agents. Fails if another process answers, or if the agent does not accept the
 /// connection.
 async fn try_address(
     stream: StreamId,

@@ -1,5 +1,5 @@
-//! Redirects the standard output and error of an agent, after its SSH session has ended, so that
-//! the lines reach the controller through the tree of agents.
+//! Redirects an agent's stdout and stderr into the tree of agents, through which the lines reach
+//! the controller after the agent's SSH session has ended.
 use nix::{fcntl::OFlag, unistd::pipe2};
 use std::{
     fs::File,

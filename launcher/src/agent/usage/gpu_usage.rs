@@ -4,8 +4,7 @@ use crate::agent::probe::nvml::{NVML_LIBRARY, Nvml};
 use protocol::control::GpuUsage;
 use std::{fs, path::Path};
 
-/// The directory in sysfs in which the kernel lists graphics devices, without the `/` at its
-/// beginning.
+/// The path, relative to `/`, of the directory in sysfs in which the kernel lists graphics devices.
 const DRM_DIRECTORY: &str = "sys/class/drm";
 /// The prefix of the names of the device files through which programs compute on a GPU.
 const RENDER_NODE_PREFIX: &str = "renderD";

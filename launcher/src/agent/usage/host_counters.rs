@@ -2,14 +2,13 @@
 use protocol::control::HostUsage;
 use std::{fs, path::Path};
 
-/// The number of bytes of a disk sector in the counts of `/proc/diskstats`, independent of the
-/// disk.
+/// The size in bytes of the sectors that `/proc/diskstats` counts, which is equal for all disks.
 const SECTOR_BYTES: u64 = 512;
 /// The indices of the two columns of `/proc/stat` that count idle CPU time: idle, and idle while
 /// waiting for disks.
 const IDLE_COLUMNS: [usize; 2] = [3, 4];
-/// How many of the first columns in the CPU line of `/proc/stat` are summed to get the total CPU
-/// time. Later columns are parts of them.
+/// The number of leading columns in the `cpu` line of `/proc/stat` whose sum is the total CPU time
+/// of the host. Later columns are parts of them.
 const CPU_COLUMN_COUNT: usize = 8;
 /// The prefixes of the names of disks that are not counted, because they are in memory or store
 /// their data on another disk.

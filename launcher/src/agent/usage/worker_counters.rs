@@ -10,8 +10,7 @@ use std::{collections::HashMap, fs, path::Path};
 const MAX_THREADS: usize = 64;
 /// The largest number of processes of one worker whose resource usage is measured.
 const MAX_PROCESSES: usize = 64;
-/// In every how many measurements of resource usage the agent searches for new child processes of a
-/// worker's program.
+/// The number of resource measurements per search for new child processes of a worker's program.
 const SAMPLES_PER_CHILD_SEARCH: u32 = 5;
 /// The number of clock ticks per second, which is fixed on Linux (`USER_HZ`).
 const TICKS_PER_SECOND: u64 = 100;

@@ -5,10 +5,11 @@ use diagnostic::{Diagnostic, codes::host};
 use jobspec::JoinSpec;
 use std::{io::Read, os::unix::fs::MetadataExt, path::Path};
 
-/// The context string with which the key of joining nodes is derived from the secret in a key file.
+/// The constant text that is combined with the secret in a key file to derive the key by which
+/// joining nodes authenticate each other.
 const KEY_FILE_CONTEXT: &str = "launch 2026 join key file";
-/// The context string with which the key of joining nodes is derived if there is no key file; such
-/// a key protects from mistakes but not from attackers. The key is not secret, because this text is
+/// The constant text from which joining nodes derive their key if there is no key file; the key
+/// protects only against connections by mistake. The key is not secret, because this text is
 /// public.
 const INSECURE_KEY_CONTEXT: &str = "launch 2026 join without a key";
 /// The smallest permitted length, in bytes, of the secret in the key file that the nodes of a run

@@ -160,8 +160,8 @@ impl Transport for JoinTransport {
     }
 }
 
-/// The controller's connection to the agent of a node, which exists before the node has joined and
-/// carries bytes afterwards.
+/// The controller's handle of the connection to the agent of one node, which exists even before the
+/// node has joined the run.
 struct PendingNodeConnection {
     slot: AgentConnectionSlot,
     /// Whether the slot was closed because the node did not join in time.

@@ -42,9 +42,9 @@ const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
 /// The pause between two searches of a node for processes that its agent has left behind.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Joins the run that node 0 controls, as the node with the rank `node_rank` or, with `None`, in
-/// any free place. Blocks until the run ends, and returns the exit code of the run. Fails if node 0
-/// does not accept the node, or is lost.
+/// Joins the run that node 0 controls, with the node rank `node_rank` or, if that is `None`, with a
+/// rank that node 0 chooses. Blocks until the run ends, and returns the exit code of the run. Fails
+/// if node 0 does not accept the node, or is lost.
 pub(crate) fn join_run(
     job: &JobSpec,
     address: &RendezvousAddress,

@@ -1,5 +1,5 @@
-//! [`is_process_variable`]: recognizes the environment variables by which launchers such as mpirun
-//! describe one process to that process.
+//! [`is_process_variable`]: recognizes the environment variables in which launchers such as mpirun
+//! store a process's rank and other properties.
 //!
 //! launch is one process of a node, and its workers inherit its environment. Libraries that find
 //! these variables would take all workers of a node for the same process: MPI, Accelerate and
@@ -23,8 +23,8 @@ const MPI_VARIABLE_PREFIXES: &[&str] = &[
     "PRTE_",
 ];
 
-/// Returns whether a launcher, such as mpirun, sets the environment variable `name` to describe one
-/// process to that process, for example its rank.
+/// Returns whether the environment variable `name` is one in which a launcher, such as mpirun,
+/// stores a process's rank or other properties.
 pub(super) fn is_process_variable(name: &str) -> bool {
     MPI_VARIABLE_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }

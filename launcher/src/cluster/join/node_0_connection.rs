@@ -22,8 +22,8 @@ const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The time limit of one attempt to connect to node 0 over TCP.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What a node needs to join a run: the address at which node 0 listens, the key that the nodes
-/// share, and the request that it sends to node 0.
+/// What a node needs to join a run: the address of node 0, the key that all nodes share, and the
+/// request to send to node 0.
 pub(super) struct JoinTarget {
     pub(super) address: RendezvousAddress,
     pub(super) key: HandshakeKey,
@@ -53,8 +53,8 @@ impl From<io::Error> for JoinAttemptError {
     }
 }
 
-/// Tries to connect to the addresses of node 0 one after the other, and asks to join the run at the
-/// first one that answers. Waits for the decision of node 0 without a time limit.
+/// Connects to the first address of node 0 that answers, and asks node 0 to let this node join the
+/// run. Waits for the decision of node 0 without a time limit.
 pub(super) async fn try_join_once(target: &JoinTarget) -> Result<JoinedNode, JoinAttemptError> {
     let RendezvousAddress { host: name, port } = &target.address;
     let resolved = timeout(RESOLVE_TIMEOUT, lookup_host((name.as_str(), *port))).await;

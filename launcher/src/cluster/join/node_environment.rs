@@ -11,8 +11,8 @@ use jobspec::{
 };
 use std::str::FromStr;
 
-/// What environment variables state about this process as one of several nodes: the number of
-/// nodes, the node rank of this one, and the address of node 0.
+/// The number of nodes, the node rank of this node, and the address of node 0, as environment
+/// variables state them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct NodeEnvironment {
     /// The names of the variables, for messages.
@@ -49,8 +49,8 @@ pub(crate) struct StepVariables {
     pub(crate) tasks: u32,
 }
 
-/// What [`find_node_environment`] examines to find out whether this process is one of several
-/// nodes: environment variables, files, the host name and the scheduler.
+/// The inputs of [`find_node_environment`]: environment variables, files, this machine's host name,
+/// and the variables of the scheduler.
 pub(crate) struct ProcessEnvironment<'a> {
     /// Returns the value of an environment variable.
     pub(crate) get: &'a dyn Fn(&str) -> Option<String>,
@@ -61,8 +61,8 @@ pub(crate) struct ProcessEnvironment<'a> {
     pub(crate) scheduler: SchedulerVariables,
 }
 
-/// The number of processes that an MPI launcher states in an environment variable, in one of
-/// several notations. It is the number of nodes, because one process is started on each.
+/// The number of processes of an MPI program, which MPI launchers write to an environment variable
+/// in different notations. It is the number of nodes, because one process is started on each.
 struct MpiProcessCount(u32);
 
 impl FromStr for MpiProcessCount {
@@ -83,9 +83,9 @@ struct MpiVariableNames {
     local_size: &'static [&'static str],
 }
 
-/// For each supported MPI launcher, such as Open MPI's `mpirun`, the names of the environment
-/// variables with which it describes a process to that process. They state its rank, the number of
-/// processes and its local rank. All of these launchers set the number of processes.
+/// The names of the environment variables by which MPI launchers, such as Open MPI's `mpirun`,
+/// inform each process about its rank and the number of processes. They state its rank, the number
+/// of processes and its local rank. All of these launchers set the number of processes.
 const MPI_LAUNCHER_VARIABLES: &[MpiVariableNames] = &[
     MpiVariableNames {
         size: "OMPI_COMM_WORLD_SIZE",
@@ -103,8 +103,8 @@ const MPI_LAUNCHER_VARIABLES: &[MpiVariableNames] = &[
         local_size: &["JSM_NAMESPACE_LOCAL_SIZE"],
     },
 ];
-/// The names of the environment variables with which the PMI process managers of MPICH, Intel MPI
-/// and PALS describe a process to that process.
+/// The names of the environment variables by which the PMI process managers of MPICH, Intel MPI and
+/// PALS inform each process about its rank.
 const PMI_LAUNCHER_VARIABLES: MpiVariableNames = MpiVariableNames {
     size: "PMI_SIZE",
     rank: "PMI_RANK",
@@ -197,8 +197,8 @@ impl ProcessEnvironment<'_> {
         }))
     }
 
-    /// Fails if a launcher (another one or launch) has started this process as one of several
-    /// workers of a node, rather than as one process per node.
+    /// Fails if a launcher has started several processes of launch on this node, one for each
+    /// worker, instead of one process per node.
     fn check_not_a_worker(&self) -> diagnostic::Result<()> {
         let [rank, local, world] =
             [env::RANK, env::LOCAL_RANK, env::WORLD_SIZE].map(|name| self.find_nonempty_variable(name));
@@ -295,8 +295,8 @@ impl ProcessEnvironment<'_> {
         }))
     }
 
-    /// Finds the rank of this node and the number of nodes in the variables of a scheduler's step
-    /// with several tasks, such as a Slurm step. Fails if a node has several tasks.
+    /// Reads the rank of this node and the number of nodes from the variables of the scheduler's
+    /// step (such as a Slurm step) that contains this process. Fails if a node has several tasks.
     fn find_step_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let Some(step) = &self.scheduler.step else { return Ok(None) };
         if step.tasks != step.nodes {
@@ -311,8 +311,8 @@ impl ProcessEnvironment<'_> {
         }))
     }
 
-    /// Reads the rank of this process from the environment variable with which the process manager
-    /// PMIx describes the process. PMIx has no variable for the number of processes.
+    /// Reads the node rank of this process from `PMIX_RANK`, an environment variable that the
+    /// process manager PMIx sets. PMIx has no variable for the number of processes.
     fn find_pmix_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let Some(rank) = self.parse_variable::<u32>("PMIX_RANK")? else { return Ok(None) };
         let hosts = self.list_batch_hosts().map(|found| found.hosts).unwrap_or_default();
@@ -321,8 +321,8 @@ impl ProcessEnvironment<'_> {
         Ok(Some(NodeEnvironment { source: "PMIX_RANK".to_owned(), nodes, node_rank: Some(rank), rendezvous }))
     }
 
-    /// Determines the node rank from the host list of a batch job of LSF or PBS, in which it is the
-    /// position of this host.
+    /// Determines the node rank of this host, which is its position in the host list of the LSF or
+    /// PBS batch job.
     fn find_batch_variables(&self) -> Option<NodeEnvironment> {
         let BatchHosts { source, hosts } = self.list_batch_hosts()?;
         let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();
@@ -352,8 +352,8 @@ impl ProcessEnvironment<'_> {
         })
     }
 
-    /// Builds the address at which node 0 listens from two environment variables, of which
-    /// `host_name` names its host and `port_name` its port. A missing port is the default one.
+    /// Builds the address at which node 0 listens from the environment variables called `host_name`
+    /// (for the host) and `port_name` (for the port). A missing port is the default one.
     fn read_node_0_address(
         &self,
         host_name: &str,
@@ -367,8 +367,8 @@ impl ProcessEnvironment<'_> {
     }
 }
 
-/// Fails if another launcher has started more than one process of launch on this node, according to
-/// `count`.
+/// Fails if `count`, the number of launch processes that another launcher has started on this node,
+/// is greater than 1.
 fn check_processes_per_node(source: &str, count: Option<u32>) -> diagnostic::Result<()> {
     match count {
         Some(count) if count > 1 => {

@@ -32,8 +32,8 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// How often node 0 checks whether nodes that wait for a place can join the run, and whether it has
-/// waited long enough for missing nodes. Also the pause after a failed accept.
+/// The interval at which node 0 decides again about nodes that wait to join, and about the end of
+/// the wait for missing nodes. Also the pause after a failed accept.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// How long node 0 waits for nodes before it first shows the user which ones are missing.
 const FIRST_REPORT_DELAY: Duration = Duration::from_secs(10);
@@ -148,8 +148,8 @@ pub(super) async fn accept_nodes(mut listeners: Vec<TcpListener>, context: Arc<J
     }
 }
 
-/// Shows the user which nodes have not joined yet, unless the time `report_at` of the next such
-/// message has not come.
+/// Shows the user which nodes have not joined the run yet, if the time `report_at` for the next
+/// such message has come.
 fn report_missing_nodes(context: &JoinContext, report_at: &mut Instant) {
     let awaited = context.lock_table().list_awaited_ranks();
     let now = Instant::now();
@@ -186,8 +186,8 @@ async fn authenticate_and_admit_node(
     claims.wait_for_slot_and_join(connection, peer, &mut candidate, &request).await;
 }
 
-/// Makes a node that has connected prove that it has the key that the nodes share, and reads its
-/// request to join the run.
+/// Authenticates a node that has connected to node 0 by the key that all nodes share, and reads the
+/// node's request to join the run.
 async fn authenticate_and_read_request(
     stream: TcpStream,
     key: &HandshakeKey,
@@ -203,8 +203,8 @@ async fn authenticate_and_read_request(
     }
 }
 
-/// The claim of one connection of a joining node to a place in the run, recorded in the table of
-/// nodes and released when the value is dropped.
+/// The claim of a joining node's connection to a node rank in the run, which is released when this
+/// value is dropped.
 struct SlotClaimGuard<'a> {
     number: ConnectionNumber,
     context: &'a JoinContext,
@@ -217,8 +217,8 @@ impl Drop for SlotClaimGuard<'_> {
 }
 
 impl SlotClaimGuard<'_> {
-    /// Waits until the node may take a place in the run, and then passes the node's connection to
-    /// the controller. Rejects the node if it cannot get a place.
+    /// Waits until node 0 accepts a node that asks to join the run, and then passes the node's
+    /// connection to the controller. Rejects the node if it cannot get a place.
     async fn wait_for_slot_and_join(
         &mut self,
         mut connection: AgentConnection,
@@ -250,8 +250,8 @@ impl SlotClaimGuard<'_> {
         }
     }
 
-    /// Informs the node that it has joined with the node rank `node_rank`, and passes its
-    /// connection to the controller through `slot`, the node's place in the run.
+    /// Accepts a node into the run with the node rank `node_rank`, informs the node, and passes its
+    /// connection to the controller.
     async fn fill_slot(
         &mut self,
         mut connection: AgentConnection,
@@ -284,8 +284,8 @@ async fn send_answer(connection: &mut AgentConnection, answer: &JoinAnswer) -> b
     matches!(timeout(HANDSHAKE_TIMEOUT, send).await, Ok(Ok(())))
 }
 
-/// Waits for [`RETRY_INTERVAL`] while a node waits for node 0's decision, and returns whether that
-/// node has closed its connection meanwhile, or has sent data.
+/// Waits until a joining node closes its connection or sends data (returns `true`), or until
+/// [`RETRY_INTERVAL`] has passed (returns `false`).
 async fn wait_until_closed_or_retry(connection: &mut AgentConnection) -> bool {
     let mut byte = [0];
     tokio::select! {

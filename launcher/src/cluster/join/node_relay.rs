@@ -54,12 +54,13 @@ pub(super) enum NodeEndReason {
     AgentEnded(String),
 }
 
-/// A message that this process has received from node 0 or from the agent of this node, the end of
-/// the stream (`Ok(None)`), or a read error.
+/// The result of a read from node 0 or from the agent of this node: a message, `Ok(None)` at the
+/// end of the stream, or an error.
 type IncomingMessage<T> = ((), Result<Option<T>, FrameError>);
 
-/// A message that this node passes on (`None` at the end of the stream), with a reserved place in
-/// the queue to its receiver (`None` if the queue is closed).
+/// A message between node 0 and this node's agent, with the place that is reserved for it in the
+/// queue of its receiver. The message is `None` at the end of the stream, and the place is `None`
+/// if the queue is closed.
 type MessageWithQueuePlace<T> = (Option<T>, Option<mpsc::OwnedPermit<T>>);
 
 /// Passes the messages of the control connection between node 0 and the agent of this node, which
@@ -250,9 +251,9 @@ impl NodeRelay {
     }
 }
 
-/// Waits for a free place in the queue `queue`, and then receives from `from` the next message,
-/// which the caller can put into that place without waiting. Cancel-safe. Returns no place if the
-/// queue is closed, and no message at the end of the stream.
+/// Reserves a place in `queue` and then receives the next message from `from`, so that the caller
+/// can queue the message without waiting. Cancel-safe. Returns no place if the queue is closed, and
+/// no message at the end of the stream.
 async fn receive_with_reserved_place<T>(
     from: &mut mpsc::Receiver<IncomingMessage<T>>,
     queue: Option<&mpsc::Sender<T>>,

@@ -13,12 +13,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long after a second node with the same rank has connected, messages of the first node may
-/// still be old ones that do not prove that the first node is alive. The first node may have sent
-/// them before it died.
+/// The time after a second node claims a node rank in which messages of the first node with this
+/// rank do not prove that it is alive. The first node may have sent them before it died.
 const LATE_MESSAGE_WINDOW: Duration = Duration::from_millis(1500);
-/// How long a node that asks for no particular rank waits for a free place in the run, if all
-/// places are taken by other nodes. After this time the node is rejected.
+/// How long a node that asks for no particular node rank waits for a free rank in the run before
+/// node 0 rejects it. After this time the node is rejected.
 const FREE_PLACE_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The number of a connection that a node has opened to node 0, counted from 1 in the order of
@@ -61,8 +60,8 @@ pub(super) enum JoinDecision {
     Full,
 }
 
-/// What node 0 knows about one node of the job: the slot that receives the connection of the node's
-/// agent, and which connections want to fill the slot.
+/// What node 0 records about one node of the job: whether the node has joined, and which connection
+/// has a claim to its place.
 #[derive(Default)]
 struct NodeTableEntry {
     /// The slot for the node's connection that the controller opened most recently; `None` before
@@ -91,8 +90,8 @@ impl NodeTableEntry {
     }
 }
 
-/// The table in which node 0 records which nodes have joined the run, and which connections want to
-/// join as which node. The entry of node 0 is not used, because node 0 does not join.
+/// The table in which node 0 records which nodes have joined the run, and which connections are
+/// waiting to join it. The entry of node 0 is not used, because node 0 does not join.
 pub(super) struct NodeTable {
     entries: Vec<NodeTableEntry>,
     /// The number of nodes, including node 0, with which the job can begin.
@@ -112,9 +111,9 @@ impl NodeTable {
         NodeTable { entries, min_nodes: min_nodes as usize, timeout, last_call, enough_since: None }
     }
 
-    /// Permits a node with the rank `rank` to join from now on; `slot` receives the connection of
-    /// the node's agent. Returns a flag that becomes `true` if the slot is closed because no node
-    /// joined in time.
+    /// Permits a node to join with the node rank `rank` from now on, and stores `slot`, which
+    /// passes the node's connection to the controller. Returns a flag that becomes `true` if the
+    /// slot is closed because no node joined in time.
     pub(super) fn open_slot(
         &mut self,
         rank: u32,
@@ -202,9 +201,8 @@ impl NodeTable {
         }
     }
 
-    /// Releases the place in the run that node 0 has reserved for the connection with the number
-    /// `number`, or for which that connection waits. `host` is the host name of its node if the
-    /// node has joined.
+    /// Cancels the claim, or the wait, of the connection with the number `number` for a node's
+    /// place in the run. `host` is the host name of its node if the node has joined.
     pub(super) fn release_claims(&mut self, number: ConnectionNumber, host: Option<&str>) {
         for entry in &mut self.entries {
             if entry.claim == Some(number) {
@@ -215,8 +213,8 @@ impl NodeTable {
         }
     }
 
-    /// Stops waiting for those nodes that have not joined in time, by closing the slots (places for
-    /// connections) that the controller has opened for them.
+    /// Ends the wait for nodes that have not joined the run in time, by closing the slots (places
+    /// for connections) that await them.
     pub(super) fn close_slots_of_missing_nodes(&mut self, now: Instant) {
         let joined = 1 + self.entries.iter().filter(|entry| entry.is_connected()).count();
         self.enough_since = if joined >= self.min_nodes { self.enough_since.or(Some(now)) } else { None };

@@ -11,8 +11,8 @@ use std::{
     time::Duration,
 };
 
-/// The time limit for asking the process that already listens at the rendezvous address (that of
-/// node 0) which job it runs.
+/// How long this process waits for another process, which already uses the rendezvous address of
+/// node 0, to answer which job it runs.
 const OTHER_JOB_QUERY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Resolves the rendezvous address (at which node 0 listens), and returns those of its IP addresses
@@ -33,10 +33,10 @@ pub(super) fn find_own_addresses(address: &RendezvousAddress) -> Vec<SocketAddr>
     found
 }
 
-/// Opens the TCP listeners of node 0, at those rendezvous addresses that belong to this machine or,
-/// if necessary, at every address of this machine. Fails if the port is in use. The error names the
-/// job that uses the port if it has the same key. `(nodes, job)` are the number of nodes and the
-/// keys of the job.
+/// Opens the TCP listeners of node 0, at this machine's rendezvous addresses or, if other nodes
+/// could not reach these, at every address. Fails if the port is in use. The error names the job
+/// that uses the port if it has the same key. `(nodes, job)` are the number of nodes and the keys
+/// of the job.
 pub(super) fn open_node_0_listeners(
     address: &RendezvousAddress,
     key: &HandshakeKey,
@@ -82,9 +82,9 @@ pub(super) fn open_node_0_listeners(
     Ok(listeners)
 }
 
-/// Returns whether node 0 must listen at every address of its machine instead of only at the
-/// rendezvous address. `local` are the addresses of the rendezvous host `host` that belong to the
-/// machine.
+/// Returns whether node 0 must listen at every address of its machine, because other nodes cannot
+/// reach it at the rendezvous address alone. `local` are the addresses of the rendezvous host
+/// `host` that belong to the machine.
 ///
 /// This is the case if the machine has no such address, as with the address of a load balancer. It
 /// is also the case if only this machine resolves its name to the loopback interface, as Debian's

@@ -9,8 +9,9 @@ const MAX_LOCAL_JOB_ID: u64 = (1 << 26) - 1;
 /// The longest name of a Slurm cluster, in bytes, that becomes part of the identity of a batch job.
 const MAX_CLUSTER_BYTES: usize = 128;
 
-/// Identifies the Slurm job, or the task of a job array, in which this process runs. `get` returns
-/// the value of an environment variable. Returns `None` outside of Slurm.
+/// Returns an id, such as `slurm:CLUSTER:JOB`, of the Slurm job or job array task in which this
+/// process runs, and how often it was requeued. `get` returns the value of an environment variable.
+/// Returns `None` outside of Slurm.
 ///
 /// A requeued job keeps its id. Clusters that share a file system may have jobs of equal ids, so
 /// the name of the cluster is part of the identity. Ids of federated jobs are unique without it,

@@ -130,7 +130,8 @@ fn find_output_dir(job: &JobSpec) -> PathBuf {
     job.run.workdir.join(common)
 }
 
-/// Converts a path to text for the batch script. Fails if the path is not UTF-8 or has line breaks.
+/// Returns a path as UTF-8 text that can be written into the Slurm batch script. Fails if the path
+/// is not UTF-8 or has line breaks.
 fn path_to_script_text(path: &Path) -> diagnostic::Result<String> {
     let text = path.to_str().filter(|text| !text.contains('\n'));
     text.map(str::to_owned).ok_or_else(|| {

@@ -14,8 +14,8 @@ use std::{
     time::Duration,
 };
 
-/// A running job whose processes get SIGTERM so long before the end of the job is about to reach
-/// its time limit. The default of `slurm.signal_time` is as long.
+/// The time before the planned end of a Slurm job in which SIGTERM means that the job is about to
+/// reach its time limit. The default of `slurm.signal_time` is as long.
 const TIME_LIMIT_WINDOW: Duration = Duration::from_secs(120);
 
 /// Submits the batch script `script` to Slurm's queue with `sbatch OPTIONS…`. Returns the id of the

@@ -153,8 +153,8 @@ impl SlurmTransport {
     }
 }
 
-/// The variables from which srun takes the nodes of the job. In a step of some nodes, they contain
-/// only these nodes.
+/// The names of the environment variables from which `srun` takes the list of nodes on which it can
+/// start tasks. In a step of some nodes, they contain only these nodes.
 const NODE_LIST_VARIABLES: [&str; 2] = ["SLURM_JOB_NODELIST", "SLURM_NODELIST"];
 
 /// The variable in which Slurm states how many GPUs the job has on the node of the batch script.
@@ -166,9 +166,9 @@ const GPUS_ON_NODE_VARIABLE: &str = "SLURM_GPUS_ON_NODE";
 const DEVICE_VARIABLES: [&str; 4] =
     [env::CUDA_VISIBLE_DEVICES, env::ROCR_VISIBLE_DEVICES, "GPU_DEVICE_ORDINAL", env::ZE_AFFINITY_MASK];
 
-/// Returns those of the environment variables `names` of this process that srun does not get:
-/// possible secrets, and the GPUs that Slurm has selected for this node. Without GPUs of Slurm, a
-/// user has selected the GPUs for all nodes.
+/// Selects the environment variables of this process that `srun` must not inherit: possible
+/// secrets, and Slurm's selection of this node's GPUs. Without GPUs of Slurm, a user has selected
+/// the GPUs for all nodes.
 fn select_withheld_variables(run: &RunSpec, names: Vec<String>) -> Vec<String> {
     let has_gpus_of_slurm = names.iter().any(|name| name == GPUS_ON_NODE_VARIABLE);
     let is_withheld = |name: &String| {
@@ -218,9 +218,9 @@ impl Transport for SlurmTransport {
         hosts.iter().map(take_result).collect()
     }
 
-    /// Adds the nodes of the run to the allocation that this process knows. In a step of some
-    /// nodes, `SLURM_JOB_NODELIST` has only the nodes of the step. Slurm itself rejects nodes that
-    /// the job does not have.
+    /// Adds the hosts `names` of a run, which this controller takes over, to the nodes of the Slurm
+    /// allocation that are known so far. In a step of some nodes, `SLURM_JOB_NODELIST` has only the
+    /// nodes of the step. Slurm itself rejects nodes that the job does not have.
     fn add_adopted_hosts(&mut self, names: &[String]) {
         let groups = &mut self.allocation.groups;
         let has_node = |groups: &[SlurmNodeGroup], name: &String| {

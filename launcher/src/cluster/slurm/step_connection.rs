@@ -21,13 +21,13 @@ use tokio::{
     time::{Sleep, sleep},
 };
 
-/// How long the end of an agent's stream is kept back from the controller until srun ends, whose
-/// exit status explains why the stream has ended. If srun ends within this time, its exit status is
-/// known when the controller asks why the stream has ended.
+/// How long the controller, at the end of an agent's stream, waits for srun to end, so that srun's
+/// exit status can explain the end. If srun ends within this time, its exit status is known when
+/// the controller asks why the stream has ended.
 const STEP_EXIT_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// The controller's connection to an agent in a Slurm step, which exists before the agent has
-/// connected and carries bytes afterwards.
+/// The controller's handle of the connection to one agent in a Slurm step, which exists even before
+/// the agent has connected.
 pub(super) struct SlurmAgentConnection {
     pub(super) slot: AgentConnectionSlot,
     pub(super) step: Arc<SrunProcess>,
@@ -77,8 +77,8 @@ impl RemoteAgentConnection for SlurmAgentConnection {
     }
 }
 
-/// The stream on which the controller reads from an agent in a Slurm step, and which ends only
-/// after srun has ended or a short time has passed.
+/// The stream on which the controller reads from an agent in a Slurm step, whose end is delayed for
+/// a short time until srun has ended.
 ///
 /// The end of the stream is reported when srun has ended, or after [`STEP_EXIT_TIMEOUT`] if srun is
 /// still running.
@@ -88,8 +88,8 @@ pub(super) struct SlurmAgentReader {
     pub(super) end: Option<PostponedStreamEnd>,
 }
 
-/// The end of an agent's stream, which the controller sees only after srun has ended or a deadline
-/// has passed, so that srun's exit status is known.
+/// The end of an agent's stream, which is held back from the controller until srun has ended or a
+/// deadline has passed.
 pub(super) struct PostponedStreamEnd {
     result: io::Result<()>,
     deadline: Pin<Box<Sleep>>,

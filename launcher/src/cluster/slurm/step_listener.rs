@@ -25,13 +25,13 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// How long the listener waits after a failed accept, for example because no file descriptor is
-/// free, and how often it checks on which nodes srun's task has failed.
+/// The pause before the listener repeats a failed accept, and between two checks for nodes on which
+/// the agent's task has failed.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Accepts connections of agents until each node's agent has either connected to the controller or
-/// can no longer connect because its task has failed. Closes the slots of nodes whose task has
-/// failed and, at the end, all slots that are not filled.
+/// Accepts the TCP connections of the agents in a Slurm step, until each agent has connected or has
+/// failed on its node. Closes the slots of nodes whose task has failed and, at the end, all slots
+/// that are not filled.
 pub(super) async fn accept_agents(
     mut listeners: Vec<TcpListener>,
     key: HandshakeKey,
@@ -102,9 +102,9 @@ impl RejectionWarnings {
     }
 }
 
-/// Authenticates an agent of the Slurm step that has connected, and puts its connection behind the
-/// controller's streams for the agent's node. Drops the connection if no slot waits for the agent.
-/// Fails if the handshake fails.
+/// Authenticates an agent of the Slurm step that has opened a TCP connection, and hands the
+/// connection to the controller. Drops the connection if no slot waits for the agent. Fails if the
+/// handshake fails.
 async fn authenticate_and_connect_agent(
     stream: TcpStream,
     key: &HandshakeKey,
@@ -118,8 +118,8 @@ async fn authenticate_and_connect_agent(
     Ok(())
 }
 
-/// Formats the warning that this machine has more addresses than agents try to connect to, with the
-/// addresses `omitted` that they do not try.
+/// Formats a warning that lists the addresses `omitted` of this machine, to which agents do not
+/// connect because the machine has too many addresses.
 pub(super) fn format_omitted_addresses_warning(omitted: &[IpAddr]) -> String {
     let list: Vec<String> = omitted.iter().map(IpAddr::to_string).collect();
     format!(

@@ -5,8 +5,8 @@
 //! variables would take all workers of a host for the same task: JAX and Lightning read the rank
 //! from `SLURM_PROCID`, and MPI connects to the process manager of the step (`PMI_*`, `PMIX_*`).
 
-/// The names of the environment variables by which Slurm describes one task of a step to this task,
-/// such as its rank.
+/// The names of the environment variables that Slurm sets to different values for each task of a
+/// step, or for each step, such as the rank.
 const TASK_VARIABLES: &[&str] = &[
     "SLURM_DISTRIBUTION",
     "SLURM_GTIDS",

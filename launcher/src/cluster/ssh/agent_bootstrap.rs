@@ -37,20 +37,19 @@ use std::{
     time::Duration,
 };
 
-/// The time limit, in milliseconds, within which a shell or launch's executable that an SSH
-/// connection has started on a host must answer.
+/// How long, in milliseconds, launch waits for the answer line of a script or executable that it
+/// has started on a host over SSH.
 const ANSWER_TIMEOUT_MS: u32 = 30_000;
 /// The time without progress after which copying the executable of launch to a host over SSH fails.
 const COPY_STALL_TIMEOUT: Duration = Duration::from_secs(60);
-/// The slowest accepted rate, in bytes per second, of copying the executable of launch to a host,
-/// from which the time limit of the copy is computed. The time limit of a copy grows with the size
-/// of the executable.
+/// The slowest accepted rate, in bytes per second, at which the executable of launch is copied to a
+/// host before the copy fails. The time limit of a copy grows with the size of the executable.
 const MIN_COPY_BYTES_PER_SECOND: u64 = 128 << 10;
-/// The slowest accepted rate, in bytes per second, at which a host writes the last part of a copy
-/// of launch's executable to its disk, and then reads and runs the copy to check it.
+/// The slowest accepted rate, in bytes per second, at which a host checks the copy of launch's
+/// executable that it has received.
 const MIN_CHECKED_BYTES_PER_SECOND: u64 = 1 << 20;
-/// The time limit, in milliseconds, for a started agent to connect to its neighbour in the tree of
-/// agents, through which it reaches the controller.
+/// The time limit, in milliseconds, for a new agent to connect to another agent in the tree of
+/// agents, through which the new one reaches the controller.
 const TREE_JOIN_TIMEOUT_MS: u32 = 30_000;
 /// The largest number of bytes that the login shell of a host may print before launch's script on
 /// the host answers. The start of the agent fails if the shell prints more.
@@ -112,8 +111,8 @@ pub(super) struct RemoteAgent {
     pub(super) leftover: Vec<u8>,
 }
 
-/// What is needed to start an agent over SSH: the host, the session, launch's executable, and the
-/// place where the progress is recorded.
+/// The inputs for starting an agent over SSH: the host, the SSH session, launch's executable, and
+/// the record of the connection's progress.
 pub(super) struct AgentStartInputs<'a> {
     pub(super) target: &'a SshTarget,
     pub(super) session: &'a SshSession,
@@ -154,8 +153,8 @@ pub(super) fn start_remote_agent(
     }
 }
 
-/// Sends a started agent its place in the tree of agents, and waits until the agent has connected
-/// to its neighbour there. Fails if the agent cannot connect to it. Blocks.
+/// Sends a new agent the addresses of possible parents in the tree of agents, and waits until the
+/// new agent has connected to one of them. Fails if the agent cannot connect to it. Blocks.
 pub(super) fn make_agent_join_tree(
     AgentStartInputs { target, session, progress, .. }: &AgentStartInputs<'_>,
     agent: RemoteAgent,
@@ -187,14 +186,15 @@ pub(super) fn make_agent_join_tree(
     }
 }
 
-/// Builds the error that a started agent has not answered whether it has connected to its neighbour
-/// in the tree of agents.
+/// Builds the error that a newly started agent could not connect to another agent in the tree of
+/// agents.
 fn build_tree_join_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
     let message = format!("the agent on host {} did not connect to another host of the job", target.name);
     build_ssh_error(target, host::TREE_PARENT_UNREACHABLE, message).with_cause(error).with_remedy()
 }
 
-/// An answer of a host that is awaited: the time limit, and what may cause a delay.
+/// The time limit for an answer line from a script on a host, with the advice to the user if the
+/// answer is late.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct AwaitedAnswer {
     limit_ms: u32,
@@ -203,15 +203,16 @@ struct AwaitedAnswer {
 }
 
 impl AwaitedAnswer {
-    /// Describes the answer of a script that the login shell of the host runs first.
+    /// Returns the time limit and the advice for the first answer line from a script in the login
+    /// shell of a host.
     const fn of_shell() -> AwaitedAnswer {
         let help = "check whether the login shell of this user waits for something";
         AwaitedAnswer { limit_ms: ANSWER_TIMEOUT_MS, help }
     }
 
-    /// Describes the answer that a copy of launch's executable, which has `size` bytes, is complete
-    /// and was checked. The host may have to fetch the copy from another host for `fetch_s` seconds
-    /// before.
+    /// Returns the time limit and the advice for the answer line that a host has a complete and
+    /// checked copy of launch's executable, of `size` bytes. The host may have to fetch the copy
+    /// from another host for `fetch_s` seconds before.
     fn of_copy(size: u64, fetch_s: u32) -> AwaitedAnswer {
         let check_ms = size.div_ceil(MIN_CHECKED_BYTES_PER_SECOND).saturating_mul(1000);
         let check_ms = u32::try_from(check_ms).unwrap_or(u32::MAX);
@@ -308,11 +309,11 @@ impl AgentBootstrap<'_> {
         }
     }
 
-    /// Reads the output of a script on the host up to the next line with the marker (a random
-    /// text), and returns the rest of that line, which is the script's answer. Records the text
-    /// before the marker as output of the login shell, in place of earlier output. Fails if that
-    /// text is longer than [`MAX_SHELL_OUTPUT_BYTES`].
-    /// Also fails if the host prints nothing for the time limit of the `awaited` answer.
+    /// Reads the output of a script on the host up to a line with the random marker text, and
+    /// returns the rest of this line as the script's answer. Records the text before the marker as
+    /// output of the login shell, in place of earlier output. Fails if that text is longer than
+    /// [`MAX_SHELL_OUTPUT_BYTES`]. Also fails if the host prints nothing for the time limit of the
+    /// `awaited` answer.
     fn read_script_answer(
         &self,
         reader: &mut ChannelLineReader,
@@ -468,8 +469,8 @@ impl AgentBootstrap<'_> {
         Ok(())
     }
 
-    /// Sends the bytes of launch's executable to the script on the host that stores them, and then
-    /// ends the input of the script.
+    /// Sends launch's executable over the SSH channel to the script that stores the executable on
+    /// the host, and then closes the script's stdin.
     fn send_executable(&self, channel: &mut SshChannel) -> Result<(), ExecutableSendError> {
         use std::os::unix::fs::FileExt;
         let file = &self.executable.file;
@@ -489,8 +490,8 @@ impl AgentBootstrap<'_> {
         channel.end_input().map_err(|_| ExecutableSendError::Remote)
     }
 
-    /// Builds the error for the answer `fail STEP CODE` of the script that stores launch's
-    /// executable on the host.
+    /// Builds the error that a script could not store launch's executable on the host, from the
+    /// script's answer line `fail STEP CODE`.
     fn build_copy_error(&self, answer: &str, reader: &mut ChannelLineReader) -> Diagnostic {
         let (_, stderr) = reader.channel.wait_for_exit();
         let failure = classify_copy_failure(answer, &stderr);
@@ -519,7 +520,8 @@ impl AgentBootstrap<'_> {
     }
 }
 
-/// A failure of sending the executable to a host: of the host or connection, or of this machine.
+/// The reason why launch's executable was not sent to a host: a lost connection, or an unreadable
+/// executable file on this machine.
 enum ExecutableSendError {
     /// The host closed the stream, or the connection failed.
     Remote,
@@ -548,8 +550,8 @@ fn find_bytes(text: &[u8], part: &[u8]) -> Option<usize> {
     text.windows(part.len()).position(|window| window == part)
 }
 
-/// Reads lines of a remote command's output from an SSH channel, and keeps bytes that were read
-/// after the last line.
+/// Splits the output of a remote command, which arrives on an SSH channel, into lines, and buffers
+/// bytes that were not returned yet.
 struct ChannelLineReader {
     channel: SshChannel,
     /// The bytes that were received and not returned yet.

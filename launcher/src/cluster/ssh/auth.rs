@@ -70,7 +70,8 @@ pub(super) fn log_in(target: &SshTarget, session: &Session) -> diagnostic::Resul
     Err(attempts.into_login_error(target, session))
 }
 
-/// The user keys that a login to an SSH server has tried or skipped, with the result of each.
+/// The results of one login to an SSH server: which of the user's keys were offered or skipped, and
+/// why each failed.
 #[derive(Default)]
 struct LoginAttempts {
     /// The number of keys that were offered to the server.
@@ -193,8 +194,8 @@ fn read_key_file(file: &Path) -> io::Result<String> {
     Ok(text)
 }
 
-/// Whether a key file contains a private SSH key that launch can use without asking for a
-/// passphrase and, if not, why.
+/// The state of an SSH key file: usable without a passphrase, or the reason why launch cannot use
+/// the key in it.
 #[derive(Debug)]
 enum KeyFileState {
     Missing,

@@ -26,10 +26,9 @@ pub(super) fn wrap_in_shell_command(script: &str) -> String {
 /// launch are cached.
 const SET_CACHE_DIR_SCRIPT: &str = "d=${XDG_CACHE_HOME:-$HOME/.cache}/launch/bin";
 
-/// Builds the shell script that runs the cached executable of launch on a host as an agent, which
-/// prints `MARKER agent`, or reports that the executable is missing. If the host lacks the
-/// executable, the script prints `MARKER missing MACHINE`. The modification time of the executable
-/// becomes the time of its last use.
+/// Builds the shell script that starts the cached executable of launch on a host as an agent, if
+/// the host has this executable. If the host lacks the executable, the script prints `MARKER
+/// missing MACHINE`. The modification time of the executable becomes the time of its last use.
 pub(super) fn build_agent_start_script(marker: &str, hash: &str, in_tree: bool) -> String {
     let local = std::env::consts::ARCH;
     let option = if in_tree { " --tree" } else { "" };
@@ -41,9 +40,9 @@ pub(super) fn build_agent_start_script(marker: &str, hash: &str, in_tree: bool) 
     )
 }
 
-/// Builds the shell script with which a host fetches launch's executable from another host and
-/// verifies it; the script prints `MARKER done` or `MARKER fail STEP CODE`. The shell cannot
-/// encrypt the connection, so it verifies the SHA-256 hash before it runs the copy.
+/// Builds the shell script with which a host fetches launch's executable from another host,
+/// verifies its hash and caches it. The script prints `MARKER done` or `MARKER fail STEP CODE`. The
+/// shell cannot encrypt the connection, so it verifies the SHA-256 hash before it runs the copy.
 pub(super) fn build_executable_fetch_script(
     marker: &str,
     (hash, sha256, size): (&str, &str, u64),
@@ -72,8 +71,9 @@ pub(super) fn build_executable_fetch_script(
     )
 }
 
-/// Builds the shell script that stores launch's executable on a host: it prints `MARKER ready`,
-/// reads the executable from stdin, and prints `MARKER done` or `MARKER fail STEP CODE`.
+/// Builds the shell script that reads launch's executable from stdin, verifies its hash and caches
+/// it on the host. The script prints `MARKER ready` before it reads, and `MARKER done` or `MARKER
+/// fail STEP CODE` at the end.
 pub(super) fn build_executable_copy_script(marker: &str, hash: &str, size: u64) -> String {
     let fail = |step: &str| format!("{{ c=$?; rm -f \"$t\"; echo; echo {marker} fail {step} $c; exit 1; }}");
     let (directory, write, short, run, wrong, place) =

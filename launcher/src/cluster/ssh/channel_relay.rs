@@ -66,8 +66,8 @@ pub(super) fn relay_channel(
     Ok(relay.wait_for_exit_status())
 }
 
-/// A buffer for bytes that were read from an SSH channel and must be written to a local socket, or
-/// the other way round.
+/// A buffer for bytes on their way from an SSH channel to a local socket, or from a local socket to
+/// an SSH channel.
 #[derive(Default)]
 pub(super) struct RelayBuffer {
     bytes: Vec<u8>,
@@ -93,9 +93,9 @@ impl RelayBuffer {
         self.written >= self.bytes.len()
     }
 
-    /// Replaces the content of the buffer, which was written completely, by bytes that it reads
-    /// from `source`. The caller must first write out all earlier bytes. Returns the number of
-    /// bytes that were read, which is 0 at the end of the stream.
+    /// Reads bytes from `source` into this buffer, in place of the earlier bytes, which were all
+    /// written. The caller must first write out all earlier bytes. Returns the number of bytes that
+    /// were read, which is 0 at the end of the stream.
     pub(super) fn fill_from(&mut self, mut source: impl Read) -> io::Result<usize> {
         self.bytes.resize(BUFFER_BYTES, 0);
         self.written = 0;
@@ -113,8 +113,8 @@ impl RelayBuffer {
     }
 }
 
-/// Whether the local input for a process on a host has ended, and whether the SSH server was
-/// informed of the end (EOF).
+/// The state of the local input for a process on a host: open, ended, or ended and reported to the
+/// SSH server as EOF.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum RelayInputState {
     Open,
@@ -210,8 +210,8 @@ impl ChannelRelay<'_> {
         Ok(progressed)
     }
 
-    /// Performs the operation `op`, such as reading from the SSH channel, if there are bytes or
-    /// buffer space for it. Returns whether the operation progressed.
+    /// Performs one operation on the SSH channel (write, send EOF, read stdout or read stderr), if
+    /// its buffer has bytes or space for it. Returns whether the operation progressed.
     fn run_session_op(&mut self, op: SshSessionOp) -> io::Result<bool> {
         let result = match op {
             SshSessionOp::Write if !self.to_host.is_empty() => {
@@ -287,8 +287,8 @@ impl ChannelRelay<'_> {
     }
 }
 
-/// Converts the result of a nonblocking I/O operation: the errors `WouldBlock` and `Interrupted`
-/// become `None`. Passes other errors on.
+/// Converts the errors `WouldBlock` and `Interrupted` of a nonblocking I/O operation to `Ok(None)`,
+/// because the caller can repeat the operation. Passes other errors on.
 pub(super) fn none_if_would_block<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),

@@ -31,8 +31,8 @@ pub(super) struct OpenSshNotice {
 }
 
 impl OpenSshNotice {
-    /// Returns the text that informs the user that OpenSSH's client connects to `target` and why;
-    /// returns `None` if the user was informed already.
+    /// Returns the text that informs the user why OpenSSH's client connects to the host `target`;
+    /// `None` if the user was informed already.
     pub(super) fn take_notice_text(&self, target: &SshTarget) -> Option<String> {
         let requirement = target.client.as_ref()?.requirement.as_ref()?;
         if self.is_shown.swap(true, Ordering::SeqCst) {
@@ -47,8 +47,8 @@ impl OpenSshNotice {
     }
 }
 
-/// A stream that first returns a notice about the SSH connection and then the standard error of the
-/// agent on the host.
+/// A stream that first returns a notice that launch uses OpenSSH's client, and then the stderr of
+/// the agent on the host.
 pub(super) struct StderrAfterNotice {
     /// Delivers the notice. Without a notice, the sender is dropped.
     notice: Option<oneshot::Receiver<String>>,
@@ -58,8 +58,8 @@ pub(super) struct StderrAfterNotice {
 }
 
 impl StderrAfterNotice {
-    /// Creates the stream that returns the notice and then `stderr`, and the sender through which
-    /// the notice is delivered once it is known.
+    /// Creates a stream that returns a notice about OpenSSH's client and then `stderr`, and the
+    /// sender that passes the notice to this stream.
     pub(super) fn new(stderr: AgentOutput) -> (oneshot::Sender<String>, StderrAfterNotice) {
         let (sender, receiver) = oneshot::channel();
         (sender, StderrAfterNotice { notice: Some(receiver), text: Vec::new(), stderr })

@@ -77,9 +77,9 @@ pub(super) fn open_session(target: &SshTarget, progress: &ConnectionProgress) ->
     open_session_with_hop(target, target, previous, progress)
 }
 
-/// Opens an SSH session with `hop`, which is the host `target` itself or one of the jump hosts on
-/// the way to it. Connects through the session with the previous hop, or directly if `previous` is
-/// `None`. Retries a direct connection that the server closes before its banner.
+/// Opens an SSH session with the server `hop`, which is either the host `target` or one of the jump
+/// hosts before this host. Connects through the session with the previous hop, or directly if
+/// `previous` is `None`. Retries a direct connection that the server closes before its banner.
 fn open_session_with_hop(
     target: &SshTarget,
     hop: &SshTarget,

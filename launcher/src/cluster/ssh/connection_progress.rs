@@ -1,5 +1,5 @@
-//! [`ConnectionProgress`]: which stage the SSH connection to one host has reached and how it ended,
-//! shared by the connection's thread and the controller.
+//! [`ConnectionProgress`]: records the stage and the end of the SSH connection to one host, for the
+//! thread of the connection and the controller.
 use crate::cluster::transport::{AgentStartStep, ConnectionStage, RemoteAgentConnection};
 use diagnostic::{Diagnostic, codes::ssh};
 use nix::sys::socket::{Shutdown, shutdown};
@@ -14,8 +14,8 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// Which stage the SSH connection to a host has reached and how it ended; written by the
-/// connection's thread, and read by the controller or `launch check`.
+/// The stage that the SSH connection to one host has reached and how it ended, as the connection's
+/// thread records it for the controller.
 #[derive(Default)]
 pub(crate) struct ConnectionProgress {
     state: Mutex<ProgressState>,
@@ -44,15 +44,15 @@ struct ProgressState {
 }
 
 impl ConnectionProgress {
-    /// Creates the progress of an SSH connection that has not begun, and the receiver for the steps
-    /// of starting the agent, such as copying the executable.
+    /// Creates the progress record of an SSH connection that has not begun, and the channel for the
+    /// later steps of starting the agent.
     pub(super) fn new() -> (ConnectionProgress, mpsc::Receiver<AgentStartStep>) {
         let (sender, receiver) = mpsc::channel(START_STEP_CAPACITY);
         (ConnectionProgress { start_steps: Some(sender), ..ConnectionProgress::default() }, receiver)
     }
 
-    /// Informs the controller of a step of starting the agent over SSH, such as copying the
-    /// executable, which changes how long the controller waits. Never blocks.
+    /// Informs the controller about a step of starting the agent over SSH, such as copying the
+    /// executable, so that the controller adapts its time limit. Never blocks.
     pub(super) fn report_start_step(&self, step: AgentStartStep) {
         if let Some(steps) = &self.start_steps {
             // An error means that the controller no longer waits for the agent.
@@ -71,8 +71,8 @@ impl ConnectionProgress {
         self.lock_state().stage = stage;
     }
 
-    /// Records which external SSH client carries the connection in place of the built-in one, and
-    /// why.
+    /// Records which external SSH client launch uses for this connection instead of the built-in
+    /// client, and why.
     pub(super) fn set_external_client(&self, client: Option<String>) {
         self.lock_state().client = client;
     }
@@ -86,9 +86,9 @@ impl ConnectionProgress {
         }
     }
 
-    /// Records a duplicate of `socket`, which carries the SSH connection, so that aborting the
-    /// connection can shut the socket down. If the connection was aborted already, shuts the socket
-    /// down immediately.
+    /// Stores a duplicate of `socket`, over which the SSH connection runs, so that the controller
+    /// can abort the connection by shutting the socket down. If the connection was aborted already,
+    /// shuts the socket down immediately.
     pub(super) fn set_socket(&self, socket: &OwnedFd) {
         self.lock_state().socket = socket.try_clone().ok();
         if self.aborted.load(Ordering::SeqCst) {

@@ -10,8 +10,8 @@ use std::{
 
 /// A blocking task for a thread pool, such as setting up and serving one SSH connection.
 pub(super) trait ThreadTask: Send + 'static {
-    /// Prepares the task in the thread that has taken it from the queue of the pool, immediately
-    /// before the task is executed. Must not block.
+    /// Prepares the task, without blocking, on the thread of the pool that is about to execute it.
+    /// Must not block.
     fn prepare(&mut self);
 
     /// Executes the task, which may block, on a thread of the pool.
@@ -67,8 +67,8 @@ impl<T: ThreadTask> ConnectionThreadPool<T> {
         Ok(())
     }
 
-    /// Calls the function `run`, which may take as long as the job, and lets another thread of the
-    /// pool take this thread's place for other tasks meanwhile.
+    /// Calls the function `run`, which may last as long as the job, without counting this thread
+    /// toward the thread limit of the pool.
     pub(super) fn run_without_thread_limit<R>(self: &Arc<Self>, run: impl FnOnce() -> R) -> R {
         let mut state = self.lock_state();
         state.long += 1;

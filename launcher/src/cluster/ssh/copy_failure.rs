@@ -2,8 +2,8 @@
 //! host.
 use diagnostic::{Code, codes::host};
 
-/// The end of the help in errors about launch's cache directory on a host, which advises the use of
-/// another directory.
+/// The end of a help text about an unusable cache directory, which advises the user to set
+/// `XDG_CACHE_HOME` on the host.
 const OTHER_CACHE_DIR_HELP: &str = "or set XDG_CACHE_HOME on the host to another directory";
 
 /// The reason why the executable of launch could not be copied to a host, as the code, the message
@@ -60,9 +60,8 @@ pub(super) fn classify_copy_failure(answer: &str, stderr: &str) -> ExecutableCop
     }
 }
 
-/// Returns the reason why a copy has failed if `stderr`, the messages of the host's programs, shows
-/// that a disk is full or a quota is exceeded. `stderr` is in lower case. Returns `None` for other
-/// reasons.
+/// Returns the error for a full disk or an exceeded quota if `stderr`, the output of the failed
+/// copy on the host, reports one. `stderr` is in lower case. Returns `None` for other reasons.
 fn find_full_disk_failure(stderr: &str) -> Option<ExecutableCopyFailure> {
     let has = |part: &str| stderr.contains(part);
     let (code, message) = if has("no space left") {
@@ -79,8 +78,8 @@ fn find_full_disk_failure(stderr: &str) -> Option<ExecutableCopyFailure> {
     Some(ExecutableCopyFailure::new(code, message, &help))
 }
 
-/// Determines why the copy script has failed in the step `step`, in which it writes to launch's
-/// cache directory on the host. `stderr` is in lower case.
+/// Returns the error for a failure of launch's copy script to write the executable to the cache
+/// directory on the host. `stderr` is in lower case.
 fn classify_write_failure(step: &str, stderr: &str) -> ExecutableCopyFailure {
     let has = |part: &str| stderr.contains(part);
     let (message, remedy) = match step {

@@ -19,10 +19,10 @@ const STACK_BYTES: usize = 64 << 10;
 /// An address of a host, and the result of trying to connect to it.
 type ConnectAttempt = (SocketAddr, io::Result<TcpStream>);
 
-/// Opens a TCP connection to that one of several addresses of a host which answers first. Tries the
-/// next address as soon as one has failed, or after [`NEXT_ADDRESS_DELAY`], while the earlier ones
-/// are still tried. Returns the last error and its address if no address accepts a connection
-/// before `deadline`, and `None` without addresses.
+/// Connects over TCP to several addresses of a host in parallel, and returns the first connection
+/// that succeeds. Tries the next address as soon as one has failed, or after
+/// [`NEXT_ADDRESS_DELAY`], while the earlier ones are still tried. Returns the last error and its
+/// address if no address accepts a connection before `deadline`, and `None` without addresses.
 pub(super) fn connect_to_any(
     addresses: Vec<SocketAddr>,
     deadline: Instant,

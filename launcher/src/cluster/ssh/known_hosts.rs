@@ -14,15 +14,14 @@ use std::{
 
 /// The size, in bytes, of the largest known_hosts file that is read. A larger file is an error.
 const MAX_FILE_BYTES: u64 = 64 << 20;
-/// How many lists of known_hosts files, each of which belongs to one or more hosts, are cached with
-/// the content of the files. The cache is emptied before another list is added.
+/// The largest number of entries in the cache of parsed known_hosts files, each for one list of
+/// file paths. The cache is emptied before another list is added.
 const MAX_CACHED_LISTS: usize = 64;
 
 /// The device, inode, size and change time of a file, by which a change of the file is detected;
 /// `None` if the file does not exist.
 type FileChangeStamp = Option<(u64, u64, u64, i64, i64)>;
-/// A cache of the parsed content of known_hosts files: the key is the list of the files, and the
-/// value contains their change stamps (inodes and times) and their entries.
+/// A cache of parsed known_hosts files, with a list of file paths as the key of each entry.
 type KnownHostsCache = HashMap<Vec<PathBuf>, (Vec<FileChangeStamp>, Arc<KnownHosts>)>;
 
 /// The cache of the known_hosts files that this process has read.
@@ -130,8 +129,8 @@ impl KnownHosts {
         self.entries.iter().filter(move |entry| entry.names.matches_name(name))
     }
 
-    /// Returns the types of the keys that the known_hosts files contain for a host, because launch
-    /// requests a key of such a type from the SSH server.
+    /// Returns the key types, such as `ssh-ed25519`, for which the known_hosts files contain a key
+    /// of the host `name`.
     pub(super) fn list_key_types<'a>(&'a self, name: &'a str) -> Vec<&'a str> {
         let mut types = Vec::new();
         for entry in self.find_entries(name).filter(|e| e.marker == EntryMarker::None) {
@@ -172,7 +171,8 @@ impl KnownHosts {
 }
 
 impl EntryHosts {
-    /// Returns whether a known_hosts line for these hosts applies to the host `name`.
+    /// Returns whether the name `name` matches the host patterns or the hashed host name of this
+    /// known_hosts line.
     fn matches_name(&self, name: &str) -> bool {
         match self {
             EntryHosts::Patterns(patterns) => matches_patterns(patterns, name),

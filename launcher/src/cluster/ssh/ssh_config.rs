@@ -15,8 +15,8 @@ use std::{
 const MAX_INCLUDE_DEPTH: u32 = 8;
 /// The largest size of an SSH configuration file that is read, in bytes. A larger file is an error.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// The largest number of lines of the SSH configuration files, including those of included files.
-/// More lines are an error.
+/// The largest permitted number of lines in all SSH configuration files of a user together,
+/// included files among them. More lines are an error.
 const MAX_LINES: usize = 50_000;
 
 /// The parsed lines of the user's SSH configuration files, in the order in which they apply. The
@@ -156,9 +156,9 @@ impl SshConfigLines {
         Ok(())
     }
 
-    /// Reads the SSH configuration files that an `Include` line in the file `from` names, and
-    /// appends their lines to these lines. Relative patterns refer to `/etc/ssh` for files there,
-    /// and otherwise to `~/.ssh`.
+    /// Reads the files that an `Include` line of the SSH configuration file `from` names, and
+    /// appends their lines to this configuration. Relative patterns refer to `/etc/ssh` for files
+    /// there, and otherwise to `~/.ssh`.
     fn include_files(
         &mut self,
         patterns: &[String],
@@ -222,10 +222,9 @@ impl SshHostSettings {
         settings
     }
 
-    /// Applies one line of the SSH configuration, the setting `keyword` with the values `values`,
-    /// to these settings of a host. Ignores keywords that an earlier line has set, except for
-    /// `IdentityFile`, whose values add up. Of `ProxyJump` and `ProxyCommand`, only the first one
-    /// applies.
+    /// Stores the value of one SSH configuration line, such as `Port 2222`, in these settings of a
+    /// host. Ignores keywords that an earlier line has set, except for `IdentityFile`, whose values
+    /// add up. Of `ProxyJump` and `ProxyCommand`, only the first one applies.
     fn apply_setting_line(&mut self, keyword: &str, values: &[String]) {
         let Some(first) = values.first() else { return };
         let set_once = |setting: &mut Option<String>| _ = setting.get_or_insert_with(|| first.clone());

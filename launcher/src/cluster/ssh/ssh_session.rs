@@ -57,11 +57,10 @@ impl SshSession {
         }
     }
 
-    /// Writes bytes, such as the executable to copy, to the input of a script on the host, and
-    /// stops as soon as the script answers, because it then reads no more input. Blocks. Fails if
-    /// the host takes no bytes for `limit`, and soon after an answer of the script if the host
-    /// takes no bytes. (sshd closes the channel of a script that has ended, but a blocking write of
-    /// libssh2 does not notice that.)
+    /// Writes bytes, such as the executable to copy, to a script on the host, but stops as soon as
+    /// the script has printed an answer. Blocks. Fails if the host takes no bytes for `limit`, and
+    /// soon after an answer of the script if the host takes no bytes. (sshd closes the channel of a
+    /// script that has ended, but a blocking write of libssh2 does not notice that.)
     pub(super) fn write_input_until_answer(
         &self,
         channel: &mut SshChannel,
@@ -115,9 +114,9 @@ impl SshSession {
         }
     }
 
-    /// Copies bytes between the agent that runs through the SSH channel `channel` and local
-    /// sockets, until the agent has closed its output. Blocks. Fails if the connection fails or the
-    /// other end of `local` is closed.
+    /// Copies the agent's input, output and stderr between the SSH connection and local sockets,
+    /// until the agent has closed its output. Blocks. Fails if the connection fails or the other
+    /// end of `local` is closed.
     ///
     /// `local` receives `leftover` (output of the agent that was read before) and then the rest of
     /// the output, and provides the input of the agent. `stderr` receives the standard error of the
@@ -145,9 +144,9 @@ impl SshSession {
     }
 }
 
-/// Repeats the function `try_write`, which writes input for a script on the host with a short time
-/// limit, until the host takes bytes or the script has answered. Returns the number of bytes. Fails
-/// after `limit`, and as soon as `has_answered` returns `true`: the host then takes no more bytes.
+/// Repeats `try_write`, a write to a script on the host with a short time limit, until it succeeds
+/// or the script has answered. Returns the number of bytes. Fails after `limit`, and as soon as
+/// `has_answered` returns `true`: the host then takes no more bytes.
 fn write_unless_answered(
     limit: Duration,
     mut try_write: impl FnMut() -> io::Result<usize>,
@@ -186,7 +185,8 @@ pub(super) enum SshChannel {
 }
 
 impl SshChannel {
-    /// Signals the end of the input to a script on a host that has read all bytes that it expects.
+    /// Signals to a script on the host that it gets no more input, after the script has read
+    /// everything it expects.
     pub(super) fn end_input(&mut self) -> io::Result<()> {
         match self {
             SshChannel::Builtin(channel) => Ok(channel.send_eof()?),
@@ -203,8 +203,8 @@ impl SshChannel {
         }
     }
 
-    /// Determines why the output from the host has ended; returns `None` if the connection has not
-    /// failed, or if the built-in SSH client does not know.
+    /// Returns the error of the SSH connection that ended the host's output, or `None` if no such
+    /// error is known.
     pub(super) fn explain_output_end(&self, target: &SshTarget) -> Option<Diagnostic> {
         match self {
             SshChannel::Builtin(_) => None,

@@ -42,12 +42,12 @@ use tokio::{net::UnixStream, sync::oneshot};
 /// (`MaxStartups`).
 const MAX_JUMP_FANOUT: u32 = 8;
 
-/// How many hosts may copy the executable of launch, or wait for a copy, at the same time, for each
-/// connection that `cluster.ssh.fanout` permits. These hosts need no further logins, so they leave
+/// The number of hosts per permitted SSH connection (`cluster.ssh.fanout`) that may copy launch's
+/// executable, or wait for it, at the same time. These hosts need no further logins, so they leave
 /// their turns to other hosts.
 const COPIES_PER_FANOUT: u32 = 2;
-/// The number of file descriptors that an SSH connection needs during its setup, if the agent
-/// afterwards reaches the controller through other agents (the tree of agents).
+/// The number of file descriptors for the setup of an SSH connection to a host whose agent then
+/// connects to another agent, not to the controller.
 const DESCRIPTORS_PER_TREE_SETUP: u64 = 2;
 
 /// The number of additional file descriptors that a connection through OpenSSH's client needs, for
@@ -68,8 +68,8 @@ pub(crate) struct SshTransport {
     notice: Arc<OpenSshNotice>,
 }
 
-/// The limits on how many SSH connections are set up at the same time, and on how many hosts
-/// launch's executable is copied to at the same time.
+/// The limits on simultaneous setups of SSH connections, and on simultaneous copies of launch's
+/// executable to hosts.
 struct ConnectionLimits {
     /// Limits direct connections.
     direct: FanoutLimit,
@@ -130,9 +130,8 @@ impl SshTransport {
         })
     }
 
-    /// Gives the task of setting up the SSH connection to a host to the thread pool, and returns
-    /// the streams of the agent that will be started, which carry data once the connection is set
-    /// up.
+    /// Queues the SSH connection to a host for the thread pool, and returns the streams for the
+    /// agent that will be started there.
     fn submit_connection(&self, host: &HostAddress) -> io::Result<AgentProcess> {
         let (progress, start_steps) = ConnectionProgress::new();
         let progress = Arc::new(progress);
@@ -234,8 +233,8 @@ impl Transport for SshTransport {
     }
 }
 
-/// What carries the control connection of an agent: its SSH connection, or the tree of agents, in
-/// which agents pass on each other's messages to the controller.
+/// The carrier of an agent's control connection, which is either an SSH connection to the host or
+/// the tree of agents.
 enum ControlStreamCarrier {
     /// The SSH connection, which ends with the agent.
     Direct { control: StdStream, stderr: StdStream },
@@ -244,8 +243,8 @@ enum ControlStreamCarrier {
     Tree { tree: Arc<TreeHub>, stream: StreamId, place: Option<TreePlace> },
 }
 
-/// The task of a thread pool that connects to one host over SSH, starts the agent there, and relays
-/// the agent's bytes.
+/// A task for a thread that connects to one host over SSH, starts the agent there, and copies data
+/// between agent and controller.
 struct SshConnection {
     host: HostAddress,
     notice: Arc<OpenSshNotice>,
@@ -260,8 +259,7 @@ struct SshConnection {
 }
 
 impl ThreadTask for SshConnection {
-    /// Reserves a place for the agent in the tree of agents (which pass on each other's messages to
-    /// the controller), if a place is free.
+    /// Reserves a place in the tree of agents for this connection's agent, if one is free.
     fn prepare(&mut self) {
         if let ControlStreamCarrier::Tree { tree, stream, place } = &mut self.carrier {
             *place = tree.try_place_agent(*stream);
@@ -295,10 +293,9 @@ impl ThreadTask for SshConnection {
 }
 
 impl SshConnection {
-    /// Starts the agent on `target`, and then either copies bytes between the agent and the
-    /// controller until the agent ends, or connects the agent with another agent of the tree.
-    /// Returns the agent's exit status, or `None` if the host does not report it. Fails if the
-    /// connection is lost.
+    /// Starts the agent on `target`, and copies data between agent and controller until the agent
+    /// ends or has connected to another agent. Returns the agent's exit status, or `None` if the
+    /// host does not report it. Fails if the connection is lost.
     fn start_and_relay_agent(&self, target: &SshTarget) -> diagnostic::Result<Option<ExitStatus>> {
         match &self.carrier {
             ControlStreamCarrier::Direct { control, stderr } => {

@@ -75,8 +75,8 @@ pub(super) enum HostKeyPolicy {
 }
 
 impl HostKeyPolicy {
-    /// Returns which keys of SSH servers are accepted, as the job or, if the job does not state it,
-    /// the SSH configuration sets it.
+    /// Chooses which SSH host keys launch accepts, from the job's setting or, without one, from the
+    /// SSH configuration.
     fn choose_policy(spec: Option<KnownHostsPolicy>, configured: Option<&str>) -> HostKeyPolicy {
         match (spec, configured.map(str::to_ascii_lowercase).as_deref()) {
             (Some(KnownHostsPolicy::Strict), _) => HostKeyPolicy::Strict,
@@ -170,8 +170,8 @@ impl TargetResolver {
         Ok(target)
     }
 
-    /// Determines how OpenSSH's client reaches a host; `requirement` is the setting that requires
-    /// this client, or `None` if the job itself does.
+    /// Determines the address and `ssh` options with which OpenSSH's client reaches a host.
+    /// `requirement` is the setting that needs this client, or `None` if the job chose it.
     fn build_openssh_target(
         &self,
         host: &HostAddress,
@@ -253,9 +253,9 @@ impl TargetResolver {
         }
     }
 
-    /// Determines how launch's built-in SSH client reaches one machine (the host or one of its jump
-    /// hosts), apart from the jump hosts before this machine. Does not resolve the jump hosts
-    /// before it. Fails if that client cannot follow the configuration.
+    /// Determines how launch's built-in SSH client reaches a single machine, which is the host or
+    /// one of its jump hosts. Does not resolve the jump hosts before it. Fails if that client
+    /// cannot follow the configuration.
     fn resolve_hop(
         &self,
         host: &HostAddress,

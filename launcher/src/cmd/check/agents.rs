@@ -28,9 +28,8 @@ pub(super) struct StartedAgent {
 }
 
 impl StartedAgent {
-    /// Returns the connection to the agent on a remote host, such as an SSH session, which has a
-    /// stage of progress and can explain a failed start. Returns `None` if the agent is a child
-    /// process or could not be started.
+    /// Returns the handle of the connection, such as an SSH session, to an agent on a remote host.
+    /// Returns `None` if the agent is a child process or could not be started.
     pub(super) fn remote_connection(&self) -> Option<&dyn RemoteAgentConnection> {
         match self.agent.as_ref().ok().map(|agent| &agent.handle) {
             Some(AgentHandle::Connection(connection)) => Some(connection.as_ref()),
@@ -73,8 +72,8 @@ pub(super) fn start_agents(
     (started, TransportReaper { transport, task })
 }
 
-/// The means by which the agents were started (the transport, such as SSH), and the task that reaps
-/// its child processes.
+/// The transport, such as SSH, that has started the agents of `launch check`, and the task that
+/// reaps the transport's child processes.
 pub(super) struct TransportReaper {
     transport: Rc<RefCell<Box<dyn Transport>>>,
     task: JoinHandle<()>,

@@ -229,9 +229,8 @@ fn check_limits(host: &HostInspection) -> Vec<CheckResult> {
     checks
 }
 
-/// Warns if the clock of a host certainly (in view of the uncertainty of the measurement) differs
-/// by more than [`MAX_CLOCK_SKEW_S`] from the clock of this machine. Returns `None` if the skew was
-/// not measured.
+/// Warns if the clocks of a host and this machine differ by more than [`MAX_CLOCK_SKEW_S`], even
+/// with the measurement uncertainty subtracted. Returns `None` if the skew was not measured.
 fn check_clock(probe: &ProbeResult) -> Option<CheckResult> {
     let (skew, uncertainty) = probe.clock_skew_s?;
     let found = format!("{skew:+.3} s (± {uncertainty:.3} s)");

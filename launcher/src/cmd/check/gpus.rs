@@ -35,9 +35,9 @@ pub(super) fn check_gpus(
     checks
 }
 
-/// Compares the number of a host's GPUs with the number of workers that the host is to run (its
-/// slots), and with the number of GPUs of `first`, the first host that answered. Warns if there are
-/// fewer GPUs than slots, if the numbers differ, or if the GPU driver does not work.
+/// Checks that a host has enough GPUs for its slots (workers), and as many GPUs as `first`, the
+/// first host that answered. Warns if there are fewer GPUs than slots, if the numbers differ, or if
+/// the GPU driver does not work.
 fn check_gpu_count(gpus: &GpuReport, first: &HostInspection, slots: Option<u32>) -> CheckResult {
     /// The name that the check of the number of GPUs has in the report of `launch check`.
     const CHECK_NAME: &str = "gpus";

@@ -23,22 +23,22 @@ use tokio::{task::spawn_local, time::Instant};
 
 pub(super) use network_checks::add_network_checks;
 
-/// How long after its start `launch check --network` may still begin a round (measurements of
-/// several pairs of hosts at the same time).
+/// The time after the start of `launch check --network` from which on no further measurements of
+/// pairs of hosts are begun.
 const MAX_MEASURING_TIME: Duration = Duration::from_secs(180);
 /// The largest number of rounds of measurements that `launch check --network` adds to the planned
 /// ones to find out which host is at fault.
 const MAX_SEARCH_ROUNDS: usize = 12;
 /// For how long a measurement sends data in each direction between two hosts, in milliseconds.
 const TRANSFER_MS: u64 = 300;
-/// The time limit for an agent's answer to a request to inspect or measure the network, in addition
-/// to the time limits of the connections that the agent opens.
+/// The time limit for an agent's answer to a network inspection or measurement, to which the limits
+/// of its test connections are added.
 const MEASUREMENT_TIMEOUT: Duration = Duration::from_secs(15);
-/// How many times an agent waits for new connections while it measures the network to another host:
-/// once for test connections to all ports, and twice for each direction of data.
+/// How many phases of a measurement between two hosts wait for new connections: one tests all
+/// ports, and each direction of data has two.
 const SEQUENTIAL_CONNECTIONS_PER_MEASUREMENT: u32 = 5;
-/// How many CPUs of a host justify one TCP connection: a transfer that measures the rate uses one
-/// parallel connection for each this many CPUs.
+/// The number of CPUs of a host for each parallel TCP connection in a measurement of the transfer
+/// rate.
 const CPUS_PER_STREAM: u32 = 2;
 
 /// The options with which `launch check --network` measures the network of a job.
@@ -75,8 +75,8 @@ impl NetworkCheckOptions {
     }
 }
 
-/// The agents of all hosts of a `launch check` with their control connections, by host index;
-/// `None` for a host that takes part in a measurement at the moment.
+/// For each host of a `launch check`, the agent and its control connection; `None` while the host
+/// takes part in a measurement.
 type AgentSessions = Vec<Option<ProbeSession>>;
 
 /// Measures the connections between the hosts of a job, so that each host takes part in only one

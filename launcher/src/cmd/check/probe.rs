@@ -31,8 +31,8 @@ const JOINED_AGENT_END_TIMEOUT: Duration = Duration::from_secs(2);
 /// The number of bytes at the beginning of an agent's stderr that an error about the agent shows.
 /// Further bytes are ignored.
 const MAX_STDERR_BYTES: u64 = 4 << 10;
-/// In a large job, each host opens test connections to the first host and to this number of hosts
-/// that follow it in the list of hosts.
+/// The number of following hosts in the list to which each host of a large job opens test
+/// connections, in addition to the first host.
 const NEIGHBOURS_PER_HOST: usize = 4;
 /// The largest number of hosts for which every host opens test connections to all other hosts.
 const MAX_FULL_MESH_HOSTS: usize = 16;
@@ -137,8 +137,8 @@ impl ProbeSession {
 /// it ends the agent.
 pub(super) type ProbedAgent = (StartedAgent, Option<AgentConnection>);
 
-/// Separates the sessions (connections to agents) of `launch check` into what was found on each
-/// host and the agents that still run, both in the order of the sessions.
+/// Splits each session of `launch check` into the results for the host and the agent with its
+/// control connection.
 pub(super) fn separate_results_from_agents(
     sessions: Vec<ProbeSession>,
 ) -> (Vec<ProbeResult>, Vec<ProbedAgent>) {
@@ -261,8 +261,8 @@ async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: Stri
     ProbeSession { probe, host, connection }
 }
 
-/// Returns the error to report for a host whose agent did not answer: that of the connection or of
-/// the agent's start, which caused the missing answer, or else `error`.
+/// Chooses the error to report for a host without an answer: the connection's error, the error of
+/// the agent's start, or else `error`.
 ///
 /// Returns the first of these that exists: the error of the connection to the host, the error of
 /// starting the agent, and `error`. Adds the text of the agent's stderr to the message of the
@@ -356,9 +356,9 @@ fn select_neighbours(index: usize, listeners: &[Option<PeerListener>]) -> Vec<Pe
     others.filter_map(|other| listeners.get(other)?.clone()).take(MAX_PEERS).collect()
 }
 
-/// Requests that an agent open test connections to the agents `peers`, and look which files of
-/// other hosts' agents it finds, which shows whether directories are shared. Stores the answer, or
-/// the error if the request fails, in the session's probe result.
+/// Requests that an agent open test connections to the agents `peers` and report which test files
+/// of other hosts it sees. Stores the answer, or the error if the request fails, in the session's
+/// probe result.
 async fn request_peer_connections(
     mut session: ProbeSession,
     peers: Vec<PeerListener>,

@@ -92,8 +92,8 @@ fn parse_memory_limit(text: &str) -> Result<u64, OptionValueError> {
     }
 }
 
-/// One `--group PATTERN=N` option: parameters whose names match the glob pattern get the optimizer
-/// group (hyper-parameters) with the number N.
+/// One `--group PATTERN=N` option, which assigns parameters with matching names to the optimizer
+/// group with the number N.
 #[derive(Clone, Debug)]
 struct OptimizerGroupRule {
     pattern: GlobMatcher,
@@ -111,9 +111,8 @@ fn parse_group_rule(text: &str) -> Result<OptimizerGroupRule, OptionValueError> 
     Ok(OptimizerGroupRule { pattern: glob.compile_matcher(), group })
 }
 
-/// Assigns optimizer groups (parameters with equal hyper-parameters) to the parameters of a
-/// checkpoint that does not record which group each parameter belongs to. Returns the group of each
-/// parameter whose name a rule matches.
+/// Assigns optimizer groups, as the `--group` rules require, to parameters whose group the
+/// checkpoint does not record. Returns the group of each parameter whose name a rule matches.
 ///
 /// Fails if the checkpoint records all groups, if a rule matches no parameter or names a group that
 /// does not exist, or if two rules match one parameter.
@@ -168,8 +167,8 @@ fn option_error(code: Code, option: &str, message: String) -> Diagnostic {
     Diagnostic::error(code, message).with_subject(option)
 }
 
-/// Fails if an option does not apply to the format that `--to` selects, or if the limit that
-/// `--memory` sets is too small to write that format.
+/// Checks that each option applies to the output format that `--to` selects, and that the
+/// `--memory` limit suffices to write the output.
 fn check_options(args: &ConvertArgs) -> diagnostic::Result<()> {
     let weights_only = args.to == TargetFormat::Safetensors;
     let unsupported = |option: &str, reason: &str| {

@@ -153,9 +153,8 @@ fn format_update_counts<'a>(steps: impl Iterator<Item = &'a u64>) -> String {
     }
 }
 
-/// Formats a table with a row for each RNG stream (random generator) of each rank of a checkpoint,
-/// or the error of reading the files with their states. The result is empty if the checkpoint has
-/// no RNG files.
+/// Formats a table of the RNG streams (random generators) of all ranks of a checkpoint, or an error
+/// text if their files are unreadable. The result is empty if the checkpoint has no RNG files.
 ///
 /// Two streams whose digests in the table are equal produce equal random numbers.
 fn format_rng_stream_table(checkpoint: &ExternalCheckpoint) -> String {
@@ -178,8 +177,8 @@ fn format_rng_stream_table(checkpoint: &ExternalCheckpoint) -> String {
     format!("\n{}", format_table(&table))
 }
 
-/// Computes the digests of the states of a checkpoint's RNG streams (random generators) from the
-/// RNG files in the checkpoint's directory or, if there are no RNG files, in the parent directory.
+/// Computes digests of the RNG states in a checkpoint's directory or, if that has no RNG files, in
+/// its parent directory.
 fn read_rng_streams(checkpoint: &ExternalCheckpoint) -> diagnostic::Result<Vec<RngStateDigest>> {
     if checkpoint.facts().rng_files.is_empty() {
         return Ok(Vec::new());

@@ -46,8 +46,7 @@ pub(super) fn run(args: DiffArgs, json: bool) -> diagnostic::Result<u8> {
     Ok(if report.is_equal() { exit::DONE } else { exit::FAILED })
 }
 
-/// Converts a checkpoint to one side of a comparison of two checkpoints: its tensors and tied
-/// weights.
+/// Returns the tensors and tied weights of a checkpoint as one of the two inputs of a comparison.
 fn to_diff_side(found: &OpenedCheckpoint) -> DiffSide<'_> {
     let ties: &[TiedWeight] = match found {
         OpenedCheckpoint::Native(newest) => &newest.checkpoint.run_facts().model.ties,
@@ -135,8 +134,8 @@ fn format_index(mut element: u64, shape: &[u64]) -> String {
     format!("{indices:?}")
 }
 
-/// Describes which of the compared checkpoints `a` and `b` is a rounded copy of the other, and the
-/// dtype of the rounding. Example: `b is a rounded to bf16`.
+/// Describes which of two compared checkpoints, `a` or `b`, is the other one rounded, and to which
+/// dtype. Example: `b is a rounded to bf16`.
 fn describe_rounding(cast: RoundingCast) -> &'static str {
     match cast {
         RoundingCast::BIsBf16OfA => "b is a rounded to bf16",

@@ -3,8 +3,9 @@ use super::output::write_stderr_line;
 use ckpt::{NewestCheckpoint, OpenedCheckpoint};
 use std::path::Path;
 
-/// Opens the checkpoint at a path or, if the path is a directory of checkpoints, the newest usable
-/// one. Logs the chosen checkpoint, its warnings, and newer checkpoints that are unusable.
+/// Opens the checkpoint at a path or, if the path is a directory of checkpoints, the newest one
+/// that opens without errors. Logs the chosen checkpoint, its warnings, and newer checkpoints that
+/// are unusable.
 pub(super) fn open_checkpoint(path: &Path) -> diagnostic::Result<OpenedCheckpoint> {
     let found = ckpt::open_checkpoint(path)?;
     match &found {

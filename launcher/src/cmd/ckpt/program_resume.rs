@@ -16,8 +16,8 @@ use std::path::{Path, PathBuf};
 /// the beginning, an empty text replaces the placeholder.
 const RESUME_PLACEHOLDER: &str = "{resume}";
 
-/// Finds the checkpoint from which the job's program resumes (`resume.from`), prepares it for the
-/// job's world size, and passes its path to the planned workers in the environment and the command.
+/// Finds the checkpoint that `resume.from` selects, adapts it to the job's world size, and passes
+/// its path to the planned workers.
 ///
 /// Adds the path to the environment of each planned worker, replaces `{resume}` in each worker's
 /// command, and adds notes to the warnings of the plan. Leaves plans of built-in training
@@ -43,8 +43,8 @@ pub(crate) fn prepare_program_resume(job: &JobSpec, plan: &mut Plan) -> diagnost
     Ok(())
 }
 
-/// Finds the checkpoint directory that `resume.from` selects, and prepares a directory for `world`
-/// workers if the checkpoint has random generator states for another number.
+/// Finds the checkpoint directory that `resume.from` selects and, if needed, prepares a directory
+/// with random generator states for `world` workers.
 ///
 /// Returns the absolute path, or `None` if the program starts without a checkpoint. Also returns
 /// notes for the user. A note about the changes of the checkpoint has the fields `path`, the

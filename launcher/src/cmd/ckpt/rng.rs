@@ -61,7 +61,8 @@ pub(super) enum StreamKindOption {
 }
 
 impl StreamKindOption {
-    /// Converts the value of the option to the type of crate `ckpt`.
+    /// Returns the kind of random generator, such as that of PyTorch on GPUs, that this option
+    /// value names.
     fn to_stream_kind(self) -> RngStreamKind {
         match self {
             StreamKindOption::Python => RngStreamKind::Python,

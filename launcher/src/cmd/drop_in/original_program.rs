@@ -33,9 +33,9 @@ pub(super) fn exec_original_program(launcher: OtherLauncher, arguments: &[OsStri
         .with_cause(&error)
 }
 
-/// Returns the path of the Python that runs scripts: that of the original program or, without the
-/// original program, `python` or `python3` of PATH. If there is no Python, returns `python` for a
-/// command line with `--no-python`, and fails for any other.
+/// Returns the path of the Python interpreter of the original program (such as torchrun), or of the
+/// first `python` or `python3` in PATH. If there is no Python, returns `python` for a command line
+/// with `--no-python`, and fails for any other.
 pub(super) fn find_python(launcher: OtherLauncher, words: &[String]) -> diagnostic::Result<String> {
     let interpreter =
         find_program_in_path(launcher.name()).and_then(|program| read_script_interpreter(&program));

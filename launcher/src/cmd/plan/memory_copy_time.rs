@@ -4,10 +4,10 @@ use std::time::{Duration, Instant};
 
 /// The size of the buffer whose copy is measured, in bytes. It is larger than most caches.
 const MEASURED_BYTES: usize = 16 << 20;
-/// The number of measurements, of which the fastest one counts.
+/// How many times the copy rate is measured; only the fastest measurement is used.
 const MEASUREMENTS: usize = 3;
-/// The bandwidth of a host's network for which the time of sending is given, in bytes per second
-/// (100 Gb/s).
+/// The assumed network bandwidth of a host, in bytes per second (100 Gb/s), for the estimated time
+/// to send memory copies.
 const NETWORK_BYTES_PER_SECOND: f64 = 100e9 / 8.0;
 
 /// The estimated time in which training waits for each memory copy of its state.
@@ -20,8 +20,8 @@ pub(super) struct MemoryCopyTime {
 }
 
 impl MemoryCopyTime {
-    /// Estimates the time for ranks with states of these sizes and these numbers of threads, if a
-    /// thread copies and hashes `bytes_per_second`.
+    /// Estimates the time for memory copies from the size of each rank's state and the rank's
+    /// number of threads. `bytes_per_second` is the rate at which one thread copies and hashes.
     pub(super) fn estimate(
         cost: &MemoryCopyCost,
         states: impl Iterator<Item = (u64, u32)>,

@@ -8,9 +8,8 @@ use std::{fmt, net::SocketAddr};
 /// The largest size of a message between two neighbours in the tree of agents, in bytes.
 pub(crate) const MAX_TREE_FRAME_BYTES: u32 = 64 << 10;
 
-/// The number that identifies an agent of the tree, and also the byte stream (control connection)
-/// between this agent and the controller. A controller gives each agent that it starts another
-/// number.
+/// The ID of an agent in the tree, which also identifies the control connection between this agent
+/// and the controller. A controller gives each agent that it starts another number.
 pub(crate) type StreamId = u64;
 
 /// A message between two neighbours in the tree of agents, such as a piece of the control
@@ -91,8 +90,8 @@ impl TreeFrame {
     }
 }
 
-/// An agent of the tree to which another agent may connect to reach the controller through it (its
-/// parent), with the addresses at which it listens.
+/// An agent of the tree that accepts connections of other agents and passes on their messages, with
+/// its listening addresses.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TreeParent {
     /// The stream whose end the agent is.
@@ -100,8 +99,8 @@ pub(crate) struct TreeParent {
     pub(crate) addresses: Vec<SocketAddr>,
 }
 
-/// The first message to an agent of the tree, which names the agents through which it may reach the
-/// controller (its possible parents), and its settings.
+/// The first message to an agent of the tree, with the tree's key, the agents to which it may
+/// connect, and time limits.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct TreeSetup {
     /// The stream whose end the agent is.
@@ -128,8 +127,8 @@ pub(crate) struct TreeSetup {
     pub(crate) fetch_token: String,
 }
 
-/// How many bytes one end of an agent's control connection through the tree has received, and how
-/// many of them its reader has taken. The end of a direction counts as one byte.
+/// How many bytes of an agent's control connection one end has received, and how many of these its
+/// reader has consumed. The end of a direction counts as one byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct StreamProgress {
     /// The offset behind the last received byte.

@@ -1,5 +1,5 @@
-//! [`LinkSet`]: the connections (links) of one process of the tree of agents to its neighbours,
-//! each with a task that reads and a task that writes.
+//! [`LinkSet`]: the open connections of one process to its neighbours in the tree of agents, with
+//! their send queues.
 use super::frame::{MAX_TREE_FRAME_BYTES, TreeFrame};
 use crate::connection::{FrameError, encode_frame, frame_tasks::BATCH_BYTES, read_short_frame};
 use std::{
@@ -28,11 +28,10 @@ pub(crate) type LinkInput = (LinkId, Option<TreeFrame>);
 /// The largest number of bytes that may wait to be sent to one neighbour in the tree. A link with
 /// more is closed, and the streams on it find another way.
 const MAX_QUEUED_BYTES: usize = 64 << 20;
-/// While more than this number of bytes wait to be sent to the neighbour above in the tree, no
-/// messages (frames) are read from the neighbours below.
+/// The number of bytes queued towards the controller above which a process stops reading messages
+/// from the agents below it in the tree.
 const UPLINK_HIGH_WATER_BYTES: usize = 1 << 20;
-/// The number of bytes that are added to the content of a message (frame) in a queue, to estimate
-/// the memory that the message needs.
+/// The estimated memory, in bytes, that a queued message (frame) needs in addition to its content.
 const FRAME_OVERHEAD_BYTES: usize = 64;
 /// How long the frames that wait for a neighbour may take to be written, after the link to the
 /// neighbour was closed. Afterwards the frames are dropped, because the neighbour takes none.
@@ -73,8 +72,8 @@ pub(crate) struct LinkSet {
 }
 
 impl LinkSet {
-    /// Adds a link to a neighbour in the tree, over the streams `input` and `output`, and starts
-    /// the tasks that read and write it. Its frames arrive in `inbox`.
+    /// Adds a connection to a neighbour in the tree, over the streams `input` and `output`, and
+    /// starts its reading and writing tasks. Its frames arrive in `inbox`.
     pub(crate) fn add_link(
         &mut self,
         input: impl AsyncRead + Send + Unpin + 'static,
@@ -107,8 +106,8 @@ impl LinkSet {
         _ = target.queue.try_send(frame);
     }
 
-    /// Returns the connections (links) that were closed because too many bytes waited for the
-    /// neighbour, and clears the list of these connections.
+    /// Removes and returns the list of tree connections that were closed because too many bytes
+    /// were waiting to be sent.
     pub(crate) fn take_overflowed_links(&mut self) -> Vec<LinkId> {
         std::mem::take(&mut self.overflowed)
     }
@@ -150,8 +149,8 @@ impl LinkSet {
         }
     }
 
-    /// Subtracts `pause`, a time during which this process did not run (such as Ctrl-Z), from the
-    /// time for which neighbours count as silent.
+    /// Shifts the last receive time of all neighbours by `pause`, so that a pause of this process
+    /// does not count as their silence.
     pub(crate) fn exclude_pause_from_silence(&mut self, pause: Duration) {
         let now = Instant::now();
         for link in self.links.values_mut() {
@@ -159,8 +158,8 @@ impl LinkSet {
         }
     }
 
-    /// Begins to measure the silence of all neighbours but `except` at the present time, because
-    /// this process has not read their messages until now.
+    /// Sets the last receive time of every neighbour except `except` to now, because this process
+    /// has not read their messages until now.
     pub(crate) fn reset_silence_except(&mut self, except: Option<LinkId>) {
         let now = Instant::now();
         let renewed = self.links.iter_mut().filter(|(id, _)| Some(**id) != except);
@@ -172,8 +171,8 @@ impl LinkSet {
         self.links.keys().copied().filter(|link| Some(*link) != except).collect()
     }
 
-    /// Returns whether so many messages wait to be sent to a neighbour that no further messages for
-    /// this neighbour should be read from the others.
+    /// Returns whether so many bytes are queued for a tree neighbour that this process must stop
+    /// reading messages for that neighbour.
     pub(crate) fn is_congested(&self, link: Option<LinkId>) -> bool {
         let link = link.and_then(|link| self.links.get(&link));
         link.is_some_and(|link| link.queued.load(Ordering::Relaxed) > UPLINK_HIGH_WATER_BYTES)

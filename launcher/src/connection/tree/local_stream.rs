@@ -1,5 +1,5 @@
-//! [`LocalStream`]: the end of an agent's control connection through the tree of agents in the
-//! process (controller or agent) that reads and writes the messages of this connection.
+//! [`LocalStream`]: connects the reader and writer of a control connection in this process to the
+//! tree of agents, which carries the bytes.
 use super::{frame::StreamId, router::TreeRouter};
 use std::sync::Arc;
 use tokio::{
@@ -7,11 +7,11 @@ use tokio::{
     sync::{Semaphore, mpsc},
 };
 
-/// The capacity, in bytes, of the pipe in memory between a control connection's reader or writer
-/// and the code that sends its bytes through the tree of agents.
+/// The capacity, in bytes, of each in-memory pipe between a control connection in this process and
+/// the tree of agents.
 const PIPE_BYTES: usize = 64 << 10;
-/// The largest number of bytes that are taken at once from what this process has written to a
-/// control connection through the tree of agents. A controller has thousands of streams.
+/// The largest number of bytes that one read takes from what this process has written to a control
+/// connection. A controller has thousands of streams.
 const READ_BYTES: usize = 4 << 10;
 
 /// What happened at this process's end of a control connection through the tree: bytes were
@@ -27,8 +27,7 @@ pub(crate) enum LocalStreamEvent {
 }
 
 /// One end of a control connection through the tree of agents, in the process that reads and writes
-/// its messages: takes written bytes for the tree, and delivers received ones. Dropping it ends the
-/// stream for the reader.
+/// the connection's messages. Dropping it ends the stream for the reader.
 pub(crate) struct LocalStream {
     /// The bytes that the writer may still write.
     space: Arc<Semaphore>,
@@ -44,9 +43,9 @@ pub(crate) struct StreamHalves {
 }
 
 impl StreamHalves {
-    /// Creates two pipes in memory, one for each direction, between the code that sends bytes
-    /// through the tree of agents and the reader and writer of a control connection. Returns the
-    /// ends of the tree, and the ends of the reader and writer.
+    /// Creates two in-memory pipes, one per direction, between the tree of agents and the reader
+    /// and writer of a control connection. Returns the ends of the tree, and the ends of the reader
+    /// and writer.
     pub(crate) fn create_pair() -> (StreamHalves, StreamHalves) {
         let (written, output) = duplex(PIPE_BYTES);
         let (input, read) = duplex(PIPE_BYTES);
@@ -55,9 +54,8 @@ impl StreamHalves {
 }
 
 impl LocalStream {
-    /// Starts the tasks that move bytes between the reader and writer of a control connection in
-    /// this process and the code that sends bytes through the tree of agents. The tasks report to
-    /// `events`.
+    /// Starts the tasks that move the bytes of a control connection between this process and the
+    /// tree of agents. The tasks report to `events`.
     pub(crate) fn start(
         stream: StreamId,
         halves: StreamHalves,
@@ -80,7 +78,8 @@ impl LocalStream {
         }
     }
 
-    /// Ends the control connection for its reader, after the bytes that were passed to the reader.
+    /// Signals the end of the control connection to its reader, once the reader has received all
+    /// earlier bytes.
     pub(crate) fn end_reading(&mut self) {
         self.delivered = None;
     }
@@ -97,8 +96,8 @@ impl LocalStream {
     }
 }
 
-/// Takes the bytes that this process writes to a control connection, as far as the other end has
-/// space for them, and reports them as events to be sent through the tree.
+/// Reads the bytes that this process writes to a control connection and passes them on for sending,
+/// while the other end has buffer space.
 async fn read_from_writer(
     stream: StreamId,
     mut written: DuplexStream,
@@ -119,9 +118,8 @@ async fn read_from_writer(
     _ = events.send(LocalStreamEvent::Closed(stream)).await;
 }
 
-/// Passes the bytes that have arrived through the tree of agents to the reader of a control
-/// connection in this process, and reports how many were taken. Bytes for a reader that has gone
-/// count as taken.
+/// Passes bytes from the tree of agents to the reader of a control connection, and reports the
+/// number of passed bytes to `events`. Bytes for a reader that has gone count as taken.
 async fn write_to_reader(
     stream: StreamId,
     mut reader: DuplexStream,

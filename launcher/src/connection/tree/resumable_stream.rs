@@ -14,12 +14,12 @@ pub(super) const WINDOW_BYTES: usize = 128 << 10;
 /// The largest number of bytes of a stream that one frame (message between neighbours of the tree)
 /// carries.
 pub(super) const MAX_DATA_BYTES: usize = 32 << 10;
-/// The number of bytes that the reader takes from a stream before an acknowledgement is sent to the
-/// other end.
+/// The number of bytes that the local reader consumes before the stream sends an acknowledgement to
+/// the other end.
 const BYTES_PER_ACK: u64 = WINDOW_BYTES as u64 / 4;
 
-/// One end of a byte stream between the controller and an agent, which keeps unacknowledged bytes
-/// to send them again when other agents of the tree pass the stream on.
+/// One end of a byte stream between controller and agent, which can resend unacknowledged bytes on
+/// another path through the tree.
 #[derive(Debug, Default)]
 pub(super) struct ResumableStream {
     /// The bytes that the other end has not acknowledged.
@@ -44,8 +44,8 @@ pub(super) struct ResumableStream {
     pub(super) is_synchronized: bool,
 }
 
-/// What a received message (frame) adds to the data of a stream: new bytes, the end, or nothing; or
-/// that the message violates the protocol.
+/// The effect of a received message on a stream: new bytes, the end of the data, nothing, or a
+/// protocol violation.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum ReceivedData {
     /// These bytes follow the earlier ones.
@@ -108,9 +108,8 @@ impl ResumableStream {
         })
     }
 
-    /// Frees the sent bytes of the stream before the offset `acknowledged`, which the other end
-    /// will not need again, and returns their number. Ignores acknowledgements of bytes that do not
-    /// exist.
+    /// Frees the sent bytes up to the offset `acknowledged`, which the other end has acknowledged,
+    /// and returns the number of freed bytes. Ignores acknowledgements of bytes that do not exist.
     pub(super) fn handle_acknowledgement(&mut self, acknowledged: u64) -> usize {
         let end = self.written_end_offset();
         if acknowledged < self.base || acknowledged > end + u64::from(self.is_finished) {
@@ -124,9 +123,9 @@ impl ResumableStream {
         count
     }
 
-    /// Resumes sending after other agents have begun to pass the stream on, from the first byte
-    /// that the other end has not received according to `progress`. Returns the number of bytes for
-    /// which the stream has space again.
+    /// Continues sending over a new path through the tree, from the first byte that the other end
+    /// has not received (`progress`). Returns the number of bytes for which the stream has space
+    /// again.
     pub(super) fn resume_sending(&mut self, progress: StreamProgress) -> usize {
         let freed = self.handle_acknowledgement(progress.acknowledged);
         let last = self.written_end_offset() + u64::from(self.is_finished);
@@ -135,16 +134,16 @@ impl ResumableStream {
         freed
     }
 
-    /// Returns how many bytes this end of the stream has received and its reader has taken, for the
-    /// other end, which resumes sending after them.
+    /// Returns how many bytes of the stream this end has received and its reader has consumed, so
+    /// that the other end can resume sending.
     pub(super) fn build_progress_report(&mut self) -> StreamProgress {
         self.reported = self.acknowledgeable_offset();
         StreamProgress { received: self.received, acknowledged: self.reported }
     }
 
-    /// Returns the offset up to which this end may acknowledge received data, because its reader
-    /// has taken them. These are the bytes that the reader has taken, and the end of the direction
-    /// if it has arrived.
+    /// Returns the offset in the received data up to which this end may send an acknowledgement.
+    /// These are the bytes that the reader has taken, and the end of the direction if it has
+    /// arrived.
     fn acknowledgeable_offset(&self) -> u64 {
         if self.has_received_end { self.received } else { self.consumed }
     }
@@ -167,8 +166,8 @@ impl ResumableStream {
         ReceivedData::Bytes(if known == 0 { bytes } else { bytes[known..].to_vec() })
     }
 
-    /// Handles the message that the other end writes nothing after the first `offset` bytes of the
-    /// stream.
+    /// Handles the end marker of the other end's data, which states that the data consist of the
+    /// first `offset` bytes.
     pub(super) fn accept_received_end(&mut self, offset: u64) -> ReceivedData {
         if self.has_received_end || offset != self.received {
             return ReceivedData::Nothing;

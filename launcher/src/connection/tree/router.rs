@@ -1,6 +1,6 @@
-//! [`TreeRouter`]: decides, in each process of the tree of agents, over which connection to a
-//! neighbour the control connection of each agent continues. The controller and every agent of the
-//! tree have a router.
+//! [`TreeRouter`]: chooses, in each process of the tree of agents, the neighbour to which the
+//! messages of each control connection are passed on. The controller and every agent of the tree
+//! have a router.
 use super::{
     frame::{StreamId, TreeFrame, TreeParent},
     link_set::LinkId,
@@ -9,15 +9,15 @@ use super::{
 use protocol::control::MAX_ADDRESSES;
 use std::{collections::HashMap, net::SocketAddr};
 
-/// The largest number of agents whose control connections to the controller one agent of the tree
-/// passes on. Registrations of others are ignored.
+/// The largest number of agents whose control connections one agent of the tree passes on to the
+/// controller. Registrations of others are ignored.
 const MAX_STREAMS: usize = 1 << 16;
 /// The largest number of bytes of an agent's standard error that one frame (message between
 /// neighbours of the tree) carries. Longer texts are ignored.
 const MAX_STDERR_BYTES: usize = 32 << 10;
 
-/// An action that the router of a process in the tree of agents requests from its caller, which
-/// does the I/O, such as to send a message to a neighbour.
+/// An action, such as sending a message to a neighbour, that a router of the tree requests from the
+/// code that performs its I/O.
 #[derive(Debug, PartialEq)]
 pub(crate) enum RouterAction {
     /// Send a frame on a link.
@@ -61,8 +61,8 @@ enum RouterRole {
     Agent,
 }
 
-/// Passes on messages (frames) between the neighbours of one process in the tree of agents, and
-/// handles those of the control connections that end in this process.
+/// The message router of one process in the tree of agents, which decides whether a message is
+/// passed on to a neighbour or handled here.
 #[derive(Debug)]
 pub(crate) struct TreeRouter {
     side: RouterRole,
@@ -85,8 +85,8 @@ impl TreeRouter {
         TreeRouter::new(RouterRole::Controller)
     }
 
-    /// Creates the router for an agent of the tree, in whose process its own control connection
-    /// `stream` ends.
+    /// Creates the router for an agent of the tree, with this process's end of the agent's control
+    /// connection `stream`.
     pub(crate) fn new_agent(stream: StreamId) -> TreeRouter {
         let mut router = TreeRouter::new(RouterRole::Agent);
         router.open_stream(stream);
@@ -106,8 +106,8 @@ impl TreeRouter {
         }
     }
 
-    /// Removes and returns the actions that the router has requested from its caller, which does
-    /// the I/O.
+    /// Removes and returns the queued actions, such as sending a message to a neighbour, for the
+    /// caller to execute.
     pub(crate) fn take_actions(&mut self) -> Vec<RouterAction> {
         std::mem::take(&mut self.actions)
     }
@@ -143,8 +143,8 @@ impl TreeRouter {
         }
     }
 
-    /// Records that the reader of a stream in this process has taken `count` received bytes, and
-    /// acknowledges them to the other end if this is due.
+    /// Records that the local reader of a stream has consumed `count` bytes, and sends an
+    /// acknowledgement to the other end once enough bytes were consumed.
     pub(crate) fn record_consumed_bytes(&mut self, stream: StreamId, count: usize) {
         if let Some(state) = self.streams.get_mut(&stream)
             && state.record_consumed_bytes(count as u64)
@@ -162,8 +162,7 @@ impl TreeRouter {
         }
     }
 
-    /// Sends the agent at the other end of a stream the new list of agents through which it may
-    /// reach the controller (its possible parents).
+    /// Sends an agent the new list of agents to which it may connect to reach the controller.
     pub(crate) fn send_possible_parents(&mut self, stream: StreamId, parents: Vec<TreeParent>) {
         self.send_towards_other_end(stream, TreeFrame::Parents { stream, parents });
     }
@@ -184,8 +183,8 @@ impl TreeRouter {
         self.actions.extend(way.map(|link| RouterAction::Send(link, frame)));
     }
 
-    /// Sends all messages (frames) of a stream that ends in this process, as far as they may be
-    /// sent.
+    /// Sends the pending messages (frames) of a stream that ends in this process, until none is
+    /// left or the other end is unreachable.
     fn send_pending_frames(&mut self, stream: StreamId) {
         while let Some(frame) = self.streams.get_mut(&stream).and_then(|state| state.take_next_frame(stream))
         {
@@ -195,8 +194,8 @@ impl TreeRouter {
 
     // ---- links ----
 
-    /// Makes `link` the connection to the neighbour above, which leads to the controller, and
-    /// announces on it all agents that are reached through this process.
+    /// Makes `link` the connection towards the controller, and registers over it every agent that
+    /// is reached through this process.
     pub(crate) fn set_uplink(&mut self, link: LinkId) {
         self.uplink = Some(link);
         let local = self.streams.keys().copied();
@@ -224,8 +223,8 @@ impl TreeRouter {
         self.send_to_uplink(TreeFrame::Ready { stream, addresses });
     }
 
-    /// Sends a message (frame) to the neighbour above in the tree, which leads to the controller,
-    /// or drops the message if there is no such neighbour.
+    /// Sends a message (frame) to the neighbour on the way to the controller, or drops it if there
+    /// is no connection to one.
     pub(crate) fn send_to_uplink(&mut self, frame: TreeFrame) {
         self.actions.extend(self.uplink.map(|link| RouterAction::Send(link, frame)));
     }
@@ -236,8 +235,8 @@ impl TreeRouter {
         self.routes.get(&stream).and_then(|links| links.last().copied())
     }
 
-    /// Records that the connection to a neighbour below has ended, so that this neighbour and the
-    /// agents behind it are no longer reached over this connection.
+    /// Removes a neighbour's connection after its end, and records that no agent is reachable over
+    /// this connection any more.
     pub(crate) fn remove_child(&mut self, link: LinkId) {
         let lost: Vec<StreamId> = self
             .routes
@@ -248,8 +247,9 @@ impl TreeRouter {
         lost.into_iter().for_each(|stream| self.detach_stream(stream, link));
     }
 
-    /// Records that an agent (the end of `stream`) is no longer reached over the connection `link`
-    /// to a neighbour. If the stream was registered on another link, that link carries it again.
+    /// Records that the agent with the stream `stream` is no longer reachable over the connection
+    /// `link` to a neighbour. If the stream was registered on another link, that link carries it
+    /// again.
     fn detach_stream(&mut self, stream: StreamId, link: LinkId) {
         let Some(links) = self.routes.get_mut(&stream) else { return };
         let was_carried_by = links.last().copied();
@@ -271,8 +271,8 @@ impl TreeRouter {
         }
     }
 
-    /// Processes a message (frame) that arrived from a neighbour below in the tree: passes it on to
-    /// the controller or, at the controller, handles it. Ignores frames of streams that are not
+    /// Processes a message from a neighbour below in the tree, by passing it on towards the
+    /// controller or by handling it in the controller. Ignores frames of streams that are not
     /// registered on the link, and frames that no neighbour below sends.
     pub(crate) fn process_child_frame(&mut self, link: LinkId, frame: TreeFrame) {
         let stream = match &frame {
@@ -306,8 +306,8 @@ impl TreeRouter {
         }
     }
 
-    /// Records that an agent (the end of `stream`) is reached over `link`, the connection to a
-    /// neighbour below in the tree. At the controller, an agent whose stream does not exist any
+    /// Records that the agent with the stream `stream` is reachable over `link`, the connection to
+    /// a neighbour below in the tree. At the controller, an agent whose stream does not exist any
     /// more is asked to end.
     fn add_route(&mut self, link: LinkId, stream: StreamId) {
         let is_known = match self.side {
@@ -325,8 +325,8 @@ impl TreeRouter {
         }
     }
 
-    /// Announces to the controller that an agent (the end of `stream`) is reached over a connection
-    /// of this process or, at the controller, synchronizes the agent's stream.
+    /// Announces to the controller that an agent is reachable through this process or, in the
+    /// controller, sends that agent the stream's position.
     fn register_stream(&mut self, link: LinkId, stream: StreamId) {
         if self.side == RouterRole::Agent {
             return self.send_to_uplink(TreeFrame::Register { stream });
@@ -338,8 +338,8 @@ impl TreeRouter {
         }
     }
 
-    /// Processes a message (frame) that arrived from the neighbour above in the tree: passes it on
-    /// to an agent below, or handles it if it is for this agent.
+    /// Processes a message from the neighbour towards the controller, by passing it on to an agent
+    /// below or by handling it in this agent.
     pub(crate) fn process_uplink_frame(&mut self, frame: TreeFrame) {
         let stream = match &frame {
             TreeFrame::Data { stream, .. }
@@ -419,8 +419,8 @@ impl TreeRouter {
         }
     }
 
-    /// Removes a stream that ends in this process, and reports to its reader and writer why it has
-    /// ended (`end`).
+    /// Removes a stream that ends in this process, and adds an action that informs its reader and
+    /// writer of the reason `end`.
     fn end_stream(&mut self, stream: StreamId, end: StreamEnd) {
         if self.streams.remove(&stream).is_some() {
             self.actions.push(RouterAction::End(stream, end));

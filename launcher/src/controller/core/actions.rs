@@ -23,8 +23,8 @@ use protocol::{
 };
 use std::{path::PathBuf, time::Duration};
 
-/// What the controller's state machine must know of a worker in the plan of an attempt: the path of
-/// its log file.
+/// The log file path of one worker in the plan of an attempt, as the controller's state machine
+/// stores it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PlannedWorker {
     /// The path of the worker's log.

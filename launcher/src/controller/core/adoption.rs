@@ -1,5 +1,5 @@
-//! Takes over a run from a lost controller: begins to control its agents, restores the state of the
-//! run from the agents' copies and the journal, and processes the reports that the agents repeat.
+//! Takes over a run from a lost controller: adopts its agents, restores the run's state, and
+//! processes reports that agents send again.
 //!
 //! Until the journal is taken over, no order is given. So a takeover that is abandoned changes
 //! nothing.
@@ -29,8 +29,8 @@ impl ControllerCore {
         std::mem::take(&mut self.actions)
     }
 
-    /// Handles an input of the state machine while the controller takes over a run: messages of
-    /// agents, the loss of agents, the journal, and the user's request to stop.
+    /// Handles an input of the state machine, such as a message of an agent, while the controller
+    /// takes over a run.
     pub(super) fn handle_adoption_input(&mut self, now: Duration, input: ControllerInput) {
         match input {
             ControllerInput::Agent(id, message)
@@ -51,8 +51,8 @@ impl ControllerCore {
         self.try_take_over_journal();
     }
 
-    /// Stores what an agent sends to a controller that takes over the run: whether it obeys this
-    /// controller, and the reports that it repeats.
+    /// Stores an agent's answer to a controller that takes over the run, or a report that the agent
+    /// sends again.
     fn handle_adoption_message(&mut self, now: Duration, id: HostIndex, message: FromAgent) {
         let Some(adoption) = &mut self.adoption else { return };
         match message {
@@ -149,8 +149,8 @@ impl ControllerCore {
         self.abandon_takeover(failure);
     }
 
-    /// Restores the state of a run from the agents' answers and the taken over journal (the run's
-    /// file of events), and lets the run continue.
+    /// Restores the state of a run from the agents' answers and the journal that was taken over,
+    /// and continues the run.
     fn finish_adoption(&mut self, now: Duration, journal: TakenOverJournal) {
         let Some(Adoption { hosts, reports, placement, memo: Some(stored), .. }) = self.adoption.take()
         else {

@@ -8,8 +8,8 @@ use crate::controller::root_cause::AgentEnd;
 use protocol::control::{AdoptedAgent, FromAgent, HostPlan, WorkerPeers};
 use std::time::Duration;
 
-/// What a controller that takes over a run knows about the agent of one host: it has not answered,
-/// it obeys this controller, it has ended, or it cannot be reached.
+/// The answer of one host to a controller that takes over the run: none yet, an obeying agent, no
+/// agent, or unreachable.
 #[derive(Debug, Default)]
 pub(super) enum HostAnswer {
     /// The host has not answered.
@@ -56,8 +56,8 @@ impl ReplayedReport {
     }
 }
 
-/// The state of taking over a run from a lost controller: the answers of the hosts' agents, and
-/// what agents and journal (file of events) know about the run.
+/// The progress of taking over a run: the answers of the hosts' agents, their repeated reports, and
+/// the newest copy of the run's state.
 #[derive(Debug)]
 pub(super) struct Adoption {
     /// The answers of the hosts, by index.
@@ -106,9 +106,8 @@ impl Adoption {
     }
 }
 
-/// What is known about a run that was taken over from a lost controller: its phase, and the plans,
-/// addresses and reports that its agents have sent. The reports of its agents are not processed
-/// yet.
+/// The state of a run that was taken over from a lost controller, such as its phase and its agents'
+/// plans and reports. The reports of its agents are not processed yet.
 pub(super) struct AdoptedRun {
     pub(super) phase: MemoPhase,
     /// The plan of each adopted host that has one.

@@ -18,8 +18,8 @@ use protocol::{
 };
 use std::time::Duration;
 
-/// The number of missed heartbeats after which a host counts as lost if a rank of another host also
-/// reports that the host is silent.
+/// The number of missed heartbeats after which a host counts as lost if another host's rank also
+/// receives nothing from it.
 const MISSED_HEARTBEATS_UNTIL_LOST: u32 = 3;
 
 impl ControllerCore {
@@ -123,8 +123,8 @@ impl ControllerCore {
         }
     }
 
-    /// Ends the current attempt because of the failure `cause`, which becomes the root cause that
-    /// is reported. Ignores the failure if the attempt is ending already.
+    /// Ends the current attempt with the failure `cause` as the root cause of its end. Ignores the
+    /// failure if the attempt is ending already.
     pub(super) fn fail_attempt(&mut self, now: Duration, cause: RootCause) {
         self.end_failed_attempt(now, cause, false);
     }
@@ -246,8 +246,8 @@ impl ControllerCore {
         self.actions.push(ControllerAction::Event(event));
     }
 
-    /// Rejects an attempt whose rendezvous port was not bound in time or, in a later phase, kills
-    /// agents that have not ended their workers in time.
+    /// Rejects an attempt whose rendezvous port was not bound in time or, later, kills agents whose
+    /// workers have not ended in time.
     pub(super) fn handle_phase_timeout(&mut self, now: Duration) {
         if self.state == AttemptState::Preparing {
             let host = self.members.first().copied().unwrap_or(0);
@@ -275,9 +275,9 @@ impl ControllerCore {
         self.fail_attempt(now, cause);
     }
 
-    /// Makes a suspected failure, whose cause was not reported in time, the root cause of the
-    /// failed attempt, unless it follows from the loss of a host. Does nothing without a suspected
-    /// failure.
+    /// Makes the suspected failure the root cause of the failed attempt after no other root cause
+    /// was reported in time. If the failure follows from a silent host, the loss of that host is
+    /// the root cause instead. Does nothing without a suspected failure.
     pub(super) fn confirm_suspected_failure(&mut self, now: Duration) {
         let Some((cause, _)) = self.suspect.take() else { return };
         if let Some(id) = self.find_silent_host_of_peer(now, &cause) {
@@ -289,9 +289,9 @@ impl ControllerCore {
         self.fail_attempt(now, cause);
     }
 
-    /// Finds the host of the peer from which an aborted rank received nothing, if the controller
-    /// has received no heartbeats of this host either. Ranks may notice the silence of a host
-    /// before its lease expires.
+    /// Returns the host of the peer that an aborted rank waited for, if the controller has also
+    /// received no heartbeats from that host. Ranks may notice the silence of a host before its
+    /// lease expires.
     fn find_silent_host_of_peer(&self, now: Duration, cause: &RootCause) -> Option<HostIndex> {
         let peer = cause.diagnostics.first()?.field("peer")?.as_u64()?;
         let id = self.workers.get(peer as usize)?.host;
@@ -350,8 +350,8 @@ impl ControllerCore {
         self.setup.builtin && !self.workers.is_empty() && self.workers.iter().all(finished) && !self.killed
     }
 
-    /// Builds the result of the run (exit code and circumstances) from the root cause, the stop
-    /// request and the ways in which the workers ended.
+    /// Builds the result of the run, such as the exit code, from the root cause, the stop request
+    /// and the ends of the workers.
     fn build_outcome(&mut self) -> RunOutcome {
         let request = self.stop_request.filter(|_| !self.is_training_done());
         let (exit_code, stopped) = match (&self.cause, request) {

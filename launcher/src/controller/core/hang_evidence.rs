@@ -1,5 +1,5 @@
-//! The part of the controller's state machine that waits for what agents find out about the ranks
-//! of a job that hangs, and derives which ranks hold up the job.
+//! The part of the controller's state machine that collects evidence about the ranks of a hanging
+//! job and determines which ranks block it.
 use super::{
     ABORT_GRACE, ControllerAction, ControllerCore, FailureReason, HostIndex, RootCause, WorkerState,
 };
@@ -23,8 +23,8 @@ impl ControllerCore {
         }
     }
 
-    /// Returns whether the job hangs, and agents may still send what they found out about running
-    /// workers (hang evidence).
+    /// Returns whether the job hangs and the controller still waits for agents to send evidence,
+    /// such as stacks, about running workers.
     pub(super) fn awaits_evidence(&mut self, now: Duration) -> bool {
         let is_hang = self.cause.as_mut().is_some_and(|cause| find_verdict_of_cause(cause).is_some());
         let is_early = self.unreported_since.is_some_and(|since| now < since + EVIDENCE_TIMEOUT);
@@ -39,8 +39,8 @@ impl ControllerCore {
         of_running.count() < self.running
     }
 
-    /// Adds the hang verdict (which ranks hold up the job, and where) to a hang that was not
-    /// reported yet, and writes what the agents found to a file. Does nothing without evidence.
+    /// Determines which ranks hold up the job and where, adds this verdict to the unreported hang,
+    /// and writes the evidence to a file. Does nothing without evidence.
     pub(super) fn add_hang_verdict(&mut self) {
         let is_unreported = self.unreported_since.is_some() && !self.evidence.is_empty();
         let Some(cause) = self.cause.as_mut().filter(|_| is_unreported) else { return };
@@ -56,8 +56,8 @@ impl ControllerCore {
         self.repeat_kill_request(text);
     }
 
-    /// Repeats the request to kill the workers to agents that wait with the kill until they have
-    /// examined their hanging workers.
+    /// Sends agents the kill request for hanging workers again, this time without waiting for
+    /// evidence about the workers.
     fn repeat_kill_request(&mut self, reason: String) {
         let grace = if self.setup.builtin { ABORT_GRACE } else { self.setup.grace };
         let (attempt, grace_ms) = (self.attempt, grace.as_millis() as u64);

@@ -30,8 +30,8 @@ pub(super) fn create_rendezvous_request(attempt: u32) -> RendezvousRequest {
     }
 }
 
-/// Creates the settings of a controller with `hosts` local hosts, all of which the job needs, and
-/// without restarts.
+/// Creates test settings of a controller whose job needs all of its `hosts` local hosts and is
+/// never restarted.
 pub(super) fn create_setup(hosts: u32, builtin: bool) -> CoreSetup {
     let host = |n: u32| HostSetup { name: format!("n{n}"), remote: false };
     CoreSetup {

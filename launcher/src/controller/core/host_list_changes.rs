@@ -137,8 +137,8 @@ impl ControllerCore {
         self.emit_notice(format!("{label} is no longer listed: the run continues without it"));
     }
 
-    /// Makes the workers of all hosts save and stop because the hostfile no longer lists the hosts
-    /// `leaving`, so that the next attempt uses other hosts.
+    /// Makes all workers save and stop, so that the next attempt does not use the hosts `leaving`,
+    /// which the hostfile no longer lists.
     fn drain_hosts(&mut self, now: Duration, leaving: &[HostIndex]) {
         self.state = AttemptState::Draining { host_lost: false };
         self.send_stop_to_workers(now);

@@ -13,8 +13,8 @@ const MAX_RETRY_PAUSE_DOUBLINGS: u32 = 5;
 const RECONNECTION_DEFERRAL: Duration = Duration::from_secs(1);
 
 impl ControllerCore {
-    /// Schedules the next attempt to reach a lost host again: after the time for which lost hosts
-    /// are not used (the quarantine), doubled for each attempt that failed.
+    /// Schedules the next attempt to reach a lost host, after the quarantine time, which doubles
+    /// with each failed attempt.
     pub(super) fn schedule_host_reconnection(&mut self, now: Duration, id: HostIndex) {
         if !self.setup.arrival.reconnects_while_running || !self.setup.hosts[id].remote {
             return;
@@ -53,8 +53,8 @@ impl ControllerCore {
         }
     }
 
-    /// Informs the user that a lost host can be used again, as a spare host, because the first
-    /// message of its new agent has arrived.
+    /// Informs the user that a lost host is available again, as a spare host, after a new agent has
+    /// sent its first message.
     pub(super) fn record_host_return(&mut self, id: HostIndex) {
         let host = &mut self.hosts[id];
         host.failed_returns = 0;
@@ -64,9 +64,9 @@ impl ControllerCore {
         }
     }
 
-    /// Schedules another attempt to reach a lost host, because the agent that was started there to
-    /// find out whether the host is back has ended. Returns `false` for other agents. The user
-    /// already knows that the host is lost.
+    /// Schedules another attempt to reach a lost host after the agent that was started there as a
+    /// test has ended. Returns `false` for other agents. The user already knows that the host is
+    /// lost.
     pub(super) fn handle_failed_host_reconnection(&mut self, now: Duration, id: HostIndex) -> bool {
         if !std::mem::take(&mut self.hosts[id].is_returning) {
             return false;

@@ -52,8 +52,8 @@ impl ControllerCore {
         });
     }
 
-    /// Makes the selection of hosts for the next attempt examine all hosts again, beginning with
-    /// those whose agents keep copies of the training state in memory.
+    /// Restarts the selection of hosts for the next attempt, beginning with hosts whose agents keep
+    /// memory copies of the training state.
     ///
     /// Hosts whose agents keep copies of the training state in memory come first, because without
     /// them the run would repeat steps. Hosts that are being reached again in the background come
@@ -69,7 +69,7 @@ impl ControllerCore {
         }
     }
 
-    /// Returns the host at the position `position` of the order in which hosts are considered for
+    /// Returns the host that is considered at the position `position` when hosts are selected for
     /// an attempt.
     fn host_at_selection_position(&self, position: usize) -> HostIndex {
         self.selection_order.get(position).copied().unwrap_or(position)
@@ -89,11 +89,10 @@ impl ControllerCore {
         self.fail_attempt(now, RootCause::new(host, reason, message).with_exit_code(exit::CLUSTER));
     }
 
-    /// Begins the job's next attempt: starts the agent (launch's process on a host) on hosts where
-    /// none runs, if too few have joined, and selects the attempt's hosts as soon as enough have
-    /// joined. Excludes each host that made [`MAX_HOST_FAILURES`] attempts fail, if the other hosts
-    /// are enough. If fewer hosts have joined than the job uses, starts the agents of the other
-    /// hosts that are not excluded, except hosts in quarantine.
+    /// Begins the next attempt: starts agents on usable hosts if too few hosts have joined, and
+    /// then selects the attempt's hosts. Excludes each host that made [`MAX_HOST_FAILURES`]
+    /// attempts fail, if the other hosts are enough. If fewer hosts have joined than the job uses,
+    /// starts the agents of the other hosts that are not excluded, except hosts in quarantine.
     pub(super) fn begin_next_attempt(&mut self, now: Duration) {
         self.state = AttemptState::Joining;
         self.exclude_failing_hosts();
@@ -152,8 +151,8 @@ impl ControllerCore {
         }
     }
 
-    /// Returns when the next attempt (start of all workers) may begin: after `pause` and, if too
-    /// few hosts are left, once enough lost hosts may be used again.
+    /// Returns the earliest time of the next attempt, which is after `pause` and, with too few
+    /// hosts, after enough lost hosts may be used again.
     pub(super) fn compute_next_attempt_time(&self, now: Duration, pause: Duration) -> Duration {
         let is_usable = |host: &&HostState| host.agent == AgentConnectionState::Joined && !host.excluded;
         let usable = self.hosts.iter().filter(is_usable).count();

@@ -88,10 +88,9 @@ impl HostState {
     }
 }
 
-/// The times at which the controller must check whether an agent was silent for too long (lease
-/// checks), as a queue with one valid entry per agent. When an entry is due, the check either finds
-/// that the lease has expired or schedules the next check. So a message of an agent needs no update
-/// of the queue.
+/// A queue of the times at which the controller must check whether an agent was silent for longer
+/// than its lease permits. When an entry is due, the check either finds that the lease has expired
+/// or schedules the next check. So a message of an agent needs no update of the queue.
 #[derive(Debug, Default)]
 pub(super) struct LeaseQueue(pub(super) BinaryHeap<Reverse<(Duration, HostIndex, u32)>>);
 
@@ -104,8 +103,8 @@ impl LeaseQueue {
     }
 }
 
-/// A lost host that may still run all workers of an attempt (one start of all workers), which could
-/// therefore continue without the controller.
+/// A lost host on which all workers of an attempt may still run without a controller, with the time
+/// limit for their end.
 #[derive(Debug)]
 pub(super) struct OrphanedAttempt {
     pub(super) host: HostIndex,

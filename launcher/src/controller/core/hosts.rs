@@ -19,8 +19,8 @@ use protocol::{
 };
 use std::{cmp::Reverse, time::Duration};
 
-/// How often, per time limit for silence (lease), the controller checks a silent host again whose
-/// messages come through the agent of another silent host.
+/// The number of checks per lease for a silent host whose messages are passed on by an agent that
+/// is silent as well.
 const CHECKS_PER_EXTENDED_LEASE: u32 = 10;
 
 impl ControllerCore {
@@ -39,8 +39,8 @@ impl ControllerCore {
         }
     }
 
-    /// Restarts the time limit for the first message of an agent because its start has made
-    /// progress, such as to copy the executable.
+    /// Restarts the time limit for an agent's first message after a step of its start, such as the
+    /// copy of the executable.
     pub(super) fn handle_agent_start_step(&mut self, now: Duration, id: HostIndex, step: AgentStartStep) {
         let Some(host) = self.hosts.get_mut(id) else { return };
         if host.agent == AgentConnectionState::Starting {
@@ -49,9 +49,8 @@ impl ControllerCore {
         }
     }
 
-    /// Schedules the check whether a host's agent was silent for too long, for the time at which
-    /// its lease expires without a further message. Invalidates the host's earlier entry in the
-    /// queue.
+    /// Schedules a check of a host for the time at which its agent will have been silent for longer
+    /// than its lease. Invalidates the host's earlier entry in the queue.
     pub(super) fn schedule_lease_check(&mut self, id: HostIndex) {
         let ticket = self.hosts[id].ticket.wrapping_add(1);
         self.hosts[id].ticket = ticket;
@@ -60,7 +59,8 @@ impl ControllerCore {
         }
     }
 
-    /// Schedules the next check whether a host's agent was silent for too long at the time `due`.
+    /// Schedules, for the time `due`, the next check whether the agent of a host was silent for too
+    /// long.
     fn schedule_lease_check_at(&mut self, id: HostIndex, due: Duration) {
         let host = &mut self.hosts[id];
         host.ticket = host.ticket.wrapping_add(1);
@@ -83,9 +83,9 @@ impl ControllerCore {
         self.send_hello(now, id);
     }
 
-    /// Records that a host has joined, because the first message (hello) of its agent has arrived,
-    /// and stores what the agent reports about the host. Fails the attempt if the agent speaks
-    /// another version of the control protocol and the host is needed.
+    /// Handles an agent's first message (hello): records that the host has joined, and stores the
+    /// reported process ID and inventory. Fails the attempt if the agent speaks another version of
+    /// the control protocol and the host is needed.
     pub(super) fn handle_agent_hello(
         &mut self,
         now: Duration,
@@ -125,9 +125,9 @@ impl ControllerCore {
         self.try_prepare_attempt(now);
     }
 
-    /// Gives up a host as lost or, if the host is needed, fails the attempt, because its agent
-    /// reports that it can no longer do its work. If an attempt runs that does not use the host,
-    /// the host counts as lost and the run continues. Otherwise the attempt fails.
+    /// Handles an agent's report that it can no longer work: the host counts as lost, or the
+    /// attempt fails. If an attempt runs that does not use the host, the host counts as lost and
+    /// the run continues. Otherwise the attempt fails.
     pub(super) fn handle_agent_failure(&mut self, now: Duration, id: HostIndex, diagnostic: Diagnostic) {
         let joining = matches!(self.state, AttemptState::Joining | AttemptState::Preparing);
         if !joining && !self.hosts[id].active {
@@ -158,8 +158,8 @@ impl ControllerCore {
         self.actions.push(ControllerAction::Send(first, ToAgent::Bind(bind)));
     }
 
-    /// Starts the workers of the planned attempt, now that an agent has bound the rendezvous port
-    /// (`MASTER_PORT`), or rejects the attempt if it could not.
+    /// Starts the workers of the planned attempt after an agent has bound `MASTER_PORT`, or rejects
+    /// the attempt if the bind failed.
     pub(super) fn handle_bound_rendezvous(
         &mut self,
         now: Duration,
@@ -240,8 +240,8 @@ impl ControllerCore {
         }
     }
 
-    /// Marks the host of an agent that has ended as lost and, if the host is remote, does not use
-    /// the host for a while (quarantine). Does nothing if the host is lost already or its agent was
+    /// Records that an agent has ended and its host is lost, and excludes a remote host from use
+    /// for a while (quarantine). Does nothing if the host is lost already or its agent was
     /// released.
     pub(super) fn handle_agent_gone(&mut self, now: Duration, id: HostIndex, end: AgentEnd) {
         if self.state == AttemptState::Adopting {
@@ -267,8 +267,8 @@ impl ControllerCore {
         self.handle_lost_host(now, cause, was_active);
     }
 
-    /// Builds the root cause for the failure of an attempt that was caused by the end of an agent.
-    /// Its exit code for `launch` is 1, which the caller may replace.
+    /// Builds the root cause of an attempt's failure from the end of the agent on host `id`. Its
+    /// exit code for `launch` is 1, which the caller may replace.
     fn build_agent_end_cause(&self, id: HostIndex, end: AgentEnd) -> RootCause {
         let remote = self.setup.hosts[id].remote;
         let host = if remote { &self.setup.hosts[id].name } else { self.choose_hostname(id) };
@@ -426,16 +426,17 @@ impl ControllerCore {
         }
     }
 
-    /// Returns whether a host may be silent only because the agent that passes on its messages (in
-    /// the tree of agents) is silent. The latter is then the lost one. The former has another lease
-    /// to find another way.
+    /// Returns whether a host may be silent only because the agent that passes on its messages is
+    /// silent, too. The latter is then the lost one. The former has another lease to find another
+    /// way.
     fn is_behind_silent_host(&self, now: Duration, id: HostIndex, lease: Duration) -> bool {
         self.hosts[id].inner_host.and_then(|inner| self.hosts.get(inner)).is_some_and(|inner| {
             inner.agent == AgentConnectionState::Joined && now > inner.last_heard + lease / 2
         })
     }
 
-    /// Records which hosts pass on the messages of which other hosts in the tree of agents.
+    /// Records, for each changed host in the tree of agents, which other host now passes on its
+    /// messages.
     pub(super) fn record_inner_hosts(&mut self, changes: Vec<(HostIndex, Option<HostIndex>)>) {
         for (id, inner_host) in changes {
             if let Some(host) = self.hosts.get_mut(id) {
@@ -444,8 +445,8 @@ impl ControllerCore {
         }
     }
 
-    /// Restarts the time limits (leases) of the hosts whose messages the agent of a lost host has
-    /// passed on.
+    /// Restarts the time limits for silence (leases) of all hosts whose messages the agent of the
+    /// lost host `lost` passed on.
     fn renew_leases_behind_host(&mut self, now: Duration, lost: HostIndex) {
         for host in self.hosts.iter_mut().filter(|host| host.inner_host == Some(lost)) {
             (host.inner_host, host.last_heard) = (None, now);

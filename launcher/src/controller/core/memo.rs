@@ -1,5 +1,5 @@
-//! Sends the state of the run (the memo) to the agents before each order, such as to stop the
-//! workers, and restores this state in a later controller.
+//! Sends the run's state (the memo) to the agents before each order, such as a stop, and restores
+//! this state in a later controller.
 use super::{
     AttemptState, ControllerAction, ControllerCore, HostIndex,
     host_state::AgentConnectionState,
@@ -29,8 +29,8 @@ impl ControllerCore {
         }
     }
 
-    /// Adds an action that sends the present state of the run (the memo) to the agents of `hosts`,
-    /// which keep it for a later controller.
+    /// Requests that the run's present state (the memo) be sent to the agents of `hosts`, which
+    /// keep it for a later controller.
     fn request_sending_memo(&mut self, hosts: Vec<HostIndex>) {
         let memo = Box::new(self.build_memo());
         self.actions.push(ControllerAction::SendMemo { hosts, memo });
@@ -72,8 +72,8 @@ impl ControllerCore {
         }
     }
 
-    /// Restores the state of a run of a lost controller from the newest memo of its agents and from
-    /// the journal, except for the state of the workers.
+    /// Restores the state of a run that was taken over, except its workers, from the agents' newest
+    /// memo and the journal.
     pub(super) fn restore_memo(&mut self, now: Duration, stored: StoredMemo, summary: &JournalSummary) {
         let StoredMemo { memo, newest_event, .. } = stored;
         self.attempt = memo.attempt;

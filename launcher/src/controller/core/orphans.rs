@@ -34,15 +34,15 @@ impl ControllerCore {
         }
     }
 
-    /// Returns the time until which the end of the run must wait for answers of lost hosts' agents
-    /// that were asked to end, or `None` if no answer is awaited. An agent whose connection broke
-    /// may obey a later controller, which then ends the run.
+    /// Returns the time until which the end of the run waits for lost hosts' agents to confirm
+    /// their end, or `None` if no answer is awaited. An agent whose connection broke may obey a
+    /// later controller, which then ends the run.
     pub(super) fn find_eviction_deadline(&self) -> Option<Duration> {
         self.awaited_evictions.values().max().copied()
     }
 
-    /// Records that the agent of the lost host `id` has ended, which its answer to the request to
-    /// end proves. The next attempt need not wait for it.
+    /// Records that the agent of the lost host `id` has answered the request to end, so it no
+    /// longer runs workers. The next attempt need not wait for it.
     pub(super) fn record_eviction(&mut self, id: HostIndex) {
         self.awaited_evictions.remove(&id);
         if self.orphans.as_ref().is_some_and(|orphans| orphans.host == id) {
@@ -50,21 +50,21 @@ impl ControllerCore {
         }
     }
 
-    /// Returns the time before which no attempt may begin, because workers of a lost host may still
-    /// run until then; zero if there is no such host.
+    /// Returns the time at which a lost host's workers have certainly ended, so that an attempt may
+    /// begin, or zero without such workers.
     pub(super) fn find_orphan_deadline(&self) -> Duration {
         self.orphans.as_ref().map_or(Duration::ZERO, |orphans| orphans.until)
     }
 
-    /// Returns when the agents of lost hosts must be asked again to end, or when waiting for their
-    /// answers ends; `None` if there is nothing to do.
+    /// Returns the next time to ask a lost host's agent again to end or to stop waiting for its
+    /// answer; `None` if neither is due.
     pub(super) fn find_next_eviction_time(&self) -> Option<Duration> {
         let repetition = self.orphans.as_ref().map(|orphans| orphans.next_eviction.min(orphans.until));
         repetition.into_iter().chain(self.awaited_evictions.values().copied()).min()
     }
 
-    /// Asks the agent of a lost host again to end, once per [`EVICTION_RETRY_INTERVAL`], while the
-    /// next attempt waits for it.
+    /// Asks a lost host's agent again to end, every [`EVICTION_RETRY_INTERVAL`], while the next
+    /// attempt waits for the agent's end.
     pub(super) fn retry_eviction(&mut self, now: Duration) {
         self.awaited_evictions.retain(|_, until| now < *until);
         let Some(orphans) = &mut self.orphans else { return };

@@ -1,6 +1,6 @@
-//! Processes, in a controller that has taken over a run, the events and reports from before the
-//! takeover that the lost controller may not have stored. These are events of the lost controllers
-//! that the journal lacks, and reports that the agents have repeated.
+//! Processes, after a takeover of a run, earlier events and agents' reports that the lost
+//! controller may not have stored. These are events of the lost controllers that the journal lacks,
+//! and reports that the agents have repeated.
 //!
 //! The journal gets all earlier events first, in the order in which they happened. The reports
 //! about the ends of workers follow, because they make this controller report events.
@@ -18,8 +18,7 @@ use std::{
     time::Duration,
 };
 
-/// An event from before the takeover of a run that the journal (the run's file of events) lacks and
-/// the new controller appends.
+/// An event from before the takeover of a run, which the new controller must add to the journal.
 #[derive(Debug)]
 enum MissingJournalLine {
     /// An event of a lost controller.
@@ -62,8 +61,8 @@ impl ControllerCore {
         others
     }
 
-    /// Handles, after a takeover, an event of a worker that the lost controller did not store and
-    /// the worker's agent has therefore repeated.
+    /// Handles, after a takeover, a worker's event that its agent has sent again because the lost
+    /// controller did not store it.
     fn replay_event(&mut self, now: Duration, replayed: ReplayedReport) {
         let age_ms = replayed.age_ms(now);
         let ReplayedReport { host, seq, message, .. } = replayed;
@@ -86,9 +85,8 @@ impl ControllerCore {
         }
     }
 
-    /// Handles, after a takeover, a report other than an event, such as a worker's exit, that the
-    /// lost controller may have missed and an agent has therefore repeated. Reports of earlier
-    /// attempts have no effect.
+    /// Handles, after a takeover, a report other than an event, such as a worker's exit, that an
+    /// agent has sent again. Reports of earlier attempts have no effect.
     pub(super) fn replay_report(&mut self, now: Duration, replayed: ReplayedReport) {
         let age_ms = replayed.age_ms(now);
         let ReplayedReport { host, seq, message, .. } = replayed;
@@ -112,8 +110,8 @@ fn sort_reports_by_time(mut reports: Vec<ReplayedReport>) -> Vec<ReplayedReport>
     reports
 }
 
-/// Merges the events of lost controllers and of workers that the journal (the run's file of events)
-/// lacks, in the order in which they happened.
+/// Merges two lists of events that the journal lacks, from lost controllers and from workers, in
+/// the order in which they happened.
 ///
 /// The clocks of the machines of earlier controllers may differ. Therefore the start of an attempt
 /// is always placed after the events of earlier attempts, and before the events of the attempt's

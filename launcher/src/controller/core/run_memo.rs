@@ -10,8 +10,8 @@ use protocol::{control::ControllerToken, event::Event};
 use serde::{Deserialize, Serialize};
 use std::{path::PathBuf, time::Duration};
 
-/// The phase of an attempt, such as running or stopping, which follows from the last order of the
-/// controller to the workers.
+/// The phase of an attempt in the memo (the stored state of a run), such as running, stopping or
+/// ending.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum MemoPhase {
     /// No worker of the attempt was started.
@@ -74,8 +74,8 @@ pub(crate) struct UnstoredEvent {
     pub(crate) event: Event,
 }
 
-/// What agents store for a later controller: the state of the run (the memo), and events and paths
-/// that only the controller knows. The events are those that the journal may not contain yet.
+/// The copy of a run's state (the memo), unstored events and job file path that agents keep for a
+/// later controller. The events are those that the journal may not contain yet.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct StoredMemo {
     pub(crate) memo: RunMemo,

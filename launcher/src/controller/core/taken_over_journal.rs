@@ -4,8 +4,8 @@ use super::run_memo::UnstoredEvent;
 use crate::controller::journal::JournalSummary;
 use std::time::Duration;
 
-/// The journal of a run (its file of events) that this controller has taken over: its summary, and
-/// the events that it lacks.
+/// A summary of the run's journal that this controller has taken over, and the controller events
+/// that are missing in the journal.
 #[derive(Clone, Debug)]
 pub(crate) struct TakenOverJournal {
     /// The summary of the journal and of the missing events, which are added to the journal.
@@ -23,9 +23,9 @@ pub(crate) struct MissingEvent {
 }
 
 impl TakenOverJournal {
-    /// Compares the journal (given by its summary) with the events that agents kept for a later
-    /// controller (`unstored`), and finds the events that the journal lacks. `time` is the present
-    /// time in seconds since 1970.
+    /// Finds the events that the taken over journal lacks, by comparing its `summary` with the
+    /// controller events that agents kept (`unstored`). `time` is the present time in seconds since
+    /// 1970.
     pub(crate) fn new(
         mut summary: JournalSummary,
         unstored: Vec<UnstoredEvent>,

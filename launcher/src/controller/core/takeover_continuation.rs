@@ -30,8 +30,8 @@ struct AdoptedMembers {
 }
 
 impl ControllerCore {
-    /// Continues a run that was taken over: completes the journal, processes reports that the lost
-    /// controller may have missed, and repeats that controller's last order.
+    /// Continues a run after its takeover: processes reports that the lost controller may have
+    /// missed, and repeats that controller's last order.
     pub(super) fn continue_adopted_run(&mut self, now: Duration, run: AdoptedRun, journal: TakenOverJournal) {
         let AdoptedRun { phase, plans, peers, placement, reports, lost, unattended } = run;
         self.end_obsolete_agents(&plans, &reports);
@@ -133,9 +133,8 @@ impl ControllerCore {
         }
     }
 
-    /// Rebuilds this controller's records of the current attempt's hosts and workers, after it has
-    /// replaced a lost controller, as if the workers had just been started and had reported nothing
-    /// yet.
+    /// Resets, after a takeover, the records of the current attempt's hosts and workers to the
+    /// state of newly started workers.
     fn restore_attempt(&mut self, adopted: AdoptedMembers) {
         let AdoptedMembers { members, logs, world, run_dir } = adopted;
         let default_log = |rank: Rank, directory: &Path| directory.join(format!("logs/rank-{rank}.log"));
@@ -190,9 +189,9 @@ impl ControllerCore {
         self.kill_workers(now, "the controller was lost while the attempt started", grace, false);
     }
 
-    /// Marks, after a takeover, those hosts of the current attempt as lost whose agents could not
-    /// be reached or have ended. Their losses precede all other failures, because the loss of a
-    /// host makes other workers fail.
+    /// Handles, after a takeover, hosts without a reachable agent, and counts those of the current
+    /// attempt as lost. Their losses precede all other failures, because the loss of a host makes
+    /// other workers fail.
     fn handle_unadopted_hosts(&mut self, now: Duration, lost: Vec<(HostIndex, AgentEnd)>) {
         for (id, end) in lost {
             let host = &mut self.hosts[id];

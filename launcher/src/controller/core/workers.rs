@@ -148,8 +148,8 @@ impl ControllerCore {
         self.pass_on_worker_event(event);
     }
 
-    /// Passes the event of a step that an earlier attempt completed to the journal and the user, if
-    /// that attempt did not report the step. The step is no progress of the current attempt.
+    /// Sends the event of a step from an earlier attempt to the journal and the user, unless a
+    /// later step was already reported. The step is no progress of the current attempt.
     fn handle_restored_step(&mut self, event: Event) {
         if self.is_unreported_step(&event) {
             self.record_run_progress(&event);
@@ -171,8 +171,8 @@ impl ControllerCore {
         });
     }
 
-    /// Records the step or checkpoint that an event of a worker of any attempt reports as the
-    /// progress of the run.
+    /// Records the step or checkpoint in a worker's event as the progress of the run, whichever
+    /// attempt the worker belongs to.
     pub(super) fn record_run_progress(&mut self, event: &Event) {
         match event {
             Event::Step { step, .. } => (self.step, self.stepped) = (Some(*step), true),
@@ -275,9 +275,9 @@ impl ControllerCore {
         }
     }
 
-    /// Fails the attempt because torch has ended a worker after the timeout of a collective, once
-    /// the agents have collected evidence about the other workers. `evidence` is what the worker
-    /// leaves about its collectives.
+    /// Fails the attempt because torch has ended a worker after a collective's timeout, and has
+    /// agents collect evidence about the other workers. `evidence` is what the worker leaves about
+    /// its collectives.
     fn fail_attempt_after_timeout(&mut self, now: Duration, cause: RootCause, evidence: RankEvidence) {
         let host = cause.host;
         self.fail_hanging_attempt(now, cause.into_collective_timeout());
@@ -314,10 +314,9 @@ impl ControllerCore {
         self.stalled -= usize::from(was_stalled);
     }
 
-    /// Records that a worker has made no progress for the time `stalled_for`, and fails the attempt
-    /// if this is true of all running workers, and if the report of at least one of them shows a
-    /// hang (`shows_hang`). Also fails the attempt if the process of the worker is suspended
-    /// (`suspended`), for example by SIGSTOP.
+    /// Records that a worker has made no progress for `stalled_for`, and fails the attempt if all
+    /// running workers stall and one shows a hang. Also fails the attempt if the process of the
+    /// worker is suspended (`suspended`), for example by SIGSTOP.
     fn handle_stalled_worker(
         &mut self,
         now: Duration,
@@ -353,8 +352,8 @@ impl ControllerCore {
         self.fail_hanging_attempt(now, cause);
     }
 
-    /// Records that no worker of the attempt is left on a host, and fails the attempt if the end of
-    /// one of them was not reported before.
+    /// Records that a host runs no more workers of the attempt, and fails the attempt if the agent
+    /// did not report a worker's end.
     fn handle_workers_ended(&mut self, now: Duration, host: HostIndex) {
         if !self.hosts[host].active {
             return;

@@ -22,8 +22,8 @@ const AGENT_EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long an agent on another host may take to receive the request to end and to close its
 /// connection.
 const AGENT_RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a child process that reached the agents (such as `ssh`) may take to exit after the last
-/// agent's end until it gets SIGTERM, and after SIGTERM until it gets SIGKILL.
+/// The time that child processes such as `ssh` get to exit after the last agent's end, and again
+/// after SIGTERM, before SIGKILL.
 const TRANSPORT_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long [`ControllerDriver::sweep_processes`] waits until the processes that it has killed have
 /// ended.
@@ -32,10 +32,10 @@ const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
 const SWEEP_INTERVAL: Duration = Duration::from_millis(2);
 
 impl ControllerDriver {
-    /// After the control connection to an agent has ended, waits until the agent has ended, kills
-    /// the processes that it left on this machine, and reports its end to the state machine. Kills
-    /// an agent that has not ended after [`AGENT_EXIT_TIMEOUT`]. `error` states why the stream
-    /// broke; `None` if the stream ended in order.
+    /// Waits for the end of an agent whose control connection has ended, kills its remaining
+    /// processes on this machine, and informs the state machine. Kills an agent that has not ended
+    /// after [`AGENT_EXIT_TIMEOUT`]. `error` states why the stream broke; `None` if the stream
+    /// ended in order.
     pub(super) async fn handle_agent_end(&mut self, host: HostIndex, error: Option<Diagnostic>) {
         if let Some(agent) = self.agents.get_mut(&host) {
             agent.outbox = None;

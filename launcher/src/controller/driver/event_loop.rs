@@ -198,8 +198,8 @@ impl ControllerDriver {
         self.inner_hosts.retain(|_, inner_host| *inner_host != host);
     }
 
-    /// Moves waiting critical messages for agents into the queues of the agents' connections, which
-    /// were full before, as far as the queues have space now.
+    /// Moves critical messages that wait for space into the send queues of the agents' connections,
+    /// as far as the queues have space now.
     fn flush_outboxes(&mut self) {
         let agents = &mut self.agents;
         self.backlogged.retain(|host| {
@@ -281,8 +281,8 @@ fn is_worker_start(message: &FromAgent) -> bool {
     }
 }
 
-/// Waits until the journal (the file of the run's events) has stored further reports of agents on
-/// the disk, and returns their numbers. Waits forever without a journal.
+/// Waits until the journal has written further reports of agents to the disk, and returns the
+/// numbers of these reports. Waits forever without a journal.
 async fn receive_stored_reports(stored: &mut Option<StoredReportReceiver>) -> Option<Vec<ReportId>> {
     match stored {
         Some(stored) => stored.recv().await,
@@ -299,8 +299,8 @@ async fn receive_exec_event(socket: &mut Option<ExecSocket>) -> ExecClientEvent 
     }
 }
 
-/// Forwards each step of the start of an agent, such as copying the executable, to the controller's
-/// event loop through the channel `steps`. Ends when the start ends or the channel is closed.
+/// Forwards each step of an agent's start, such as the copy of the executable, to the channel
+/// `steps` of the event loop. Ends when the start ends or the channel is closed.
 async fn forward_start_steps(
     agent: AgentId,
     mut started: mpsc::Receiver<AgentStartStep>,
@@ -313,8 +313,8 @@ async fn forward_start_steps(
     }
 }
 
-/// Forwards each line that an agent writes to stderr to the controller's event loop, which shows it
-/// to the user, through the channel `lines`. Ends when the stream ends or the channel is closed.
+/// Forwards each line of an agent's stderr to the channel `lines`, from which the controller's
+/// event loop shows it to the user. Ends when the stream ends or the channel is closed.
 async fn forward_stderr(mut stream: AgentOutput, lines: mpsc::Sender<String>) {
     let mut buffer = [0; STDERR_CHUNK_BYTES];
     while let Ok(n @ 1..) = stream.read(&mut buffer).await {

@@ -94,8 +94,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Reports to all `launch exec` processes whose commands run on a host that the host's agent
-    /// has ended.
+    /// Reports the end of a host's agent to all `launch exec` processes whose commands run on this
+    /// host.
     pub(super) fn end_exec_commands_on_host(&mut self, host: HostIndex) {
         let ids: Vec<ExecId> = self
             .exec_clients
@@ -111,7 +111,8 @@ impl ControllerDriver {
     }
 }
 
-/// Builds the error for a `launch exec` process of another build of launch than the controller.
+/// Builds the error for a `launch exec` process that uses another version of the control protocol
+/// than the controller.
 fn build_version_error(version: u32) -> Diagnostic {
     let message = format!(
         "the controller speaks version {PROTOCOL_VERSION} of the control protocol, and `launch exec` version \

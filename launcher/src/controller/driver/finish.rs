@@ -23,8 +23,8 @@ const PREEMPTION_MARGIN: Duration = Duration::from_secs(60);
 const STREAMED_LOGS_TIMEOUT: Duration = Duration::from_secs(20);
 
 impl ControllerDriver {
-    /// Reports the end of the run, completes the journal (its file of events), requeues the batch
-    /// job if necessary, and returns the exit code of `launch`.
+    /// Reports the end of the run, completes the run's journal, requeues the batch job if
+    /// necessary, and returns the exit code of `launch`.
     pub(super) fn finish_run(mut self, outcome: RunOutcome) -> u8 {
         let seconds = (self.earlier + self.clock.now()).as_secs_f64();
         let exit_code = outcome.exit_code;
@@ -83,9 +83,9 @@ impl ControllerDriver {
         answer.unwrap_or(None)
     }
 
-    /// Waits until everything was written to the journal (the file of the run's events) and to the
-    /// files with the console output of other hosts. If the journal cannot be completed, records
-    /// the end of the run in the user's state directory.
+    /// Waits until the journal and the log files with the console output of other hosts are
+    /// completely written. If the journal cannot be completed, records the end of the run in the
+    /// user's state directory.
     fn wait_for_complete_files(&mut self, exit_code: u8, seconds: f64) {
         if !self.streamed_logs.flush(STREAMED_LOGS_TIMEOUT) {
             let message =
@@ -149,8 +149,8 @@ fn build_replacement_error(run: &str, replacement: &ControllerReplacement, timeo
     }
 }
 
-/// Builds the note about the reason for which the batch system ends the batch job of the run.
-/// Returns `None` if the run does not belong to a batch job.
+/// Builds a note to the user with the reason, such as preemption, for which the batch system ends
+/// the batch job. Returns `None` if the run does not belong to a batch job.
 fn build_batch_job_end_note(answer: &diagnostic::Result<Option<BatchJobEnd>>) -> Option<Diagnostic> {
     let (label, reason) = match answer {
         Ok(Some(end)) => (end.label.as_str(), end.reason),

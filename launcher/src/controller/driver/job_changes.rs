@@ -21,8 +21,8 @@ impl ControllerDriver {
         self.handle_input(ControllerInput::Reload(values));
     }
 
-    /// Applies a change of the hostfile: reports the change, and passes the new list of hosts to
-    /// the controller's state machine and to the transport (SSH or other).
+    /// Applies a change of the hostfile: reports the change, and updates the hosts in the
+    /// controller's state machine and in the transport.
     pub(super) fn apply_hostfile_change(&mut self, watch: &mut HostfileWatch, content: WatchedFileContent) {
         let change = watch.evaluate_change(&mut self.hosts, content);
         change.notices.into_iter().for_each(|message| self.emit_notice(message));

@@ -8,8 +8,8 @@ use crate::controller::{
 use protocol::control::ToAgent;
 
 impl ControllerDriver {
-    /// Sends the present state of the run (the memo), with the events that are not stored yet, to
-    /// the agents of `hosts`, which keep it for a later controller.
+    /// Sends the run's present state (the memo) and the unstored events to the agents of `hosts`,
+    /// which keep them for a later controller.
     pub(super) fn send_memo(&mut self, hosts: &[HostIndex], memo: RunMemo) {
         let stored = StoredMemo {
             memo,

@@ -12,10 +12,10 @@ use tokio::time::{Instant, timeout_at};
 const TAKEOVER_NEWS_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl ControllerDriver {
-    /// After a pause of this process, such as Ctrl-Z, finds out whether another controller has
-    /// taken over the run, and only otherwise processes the waiting events. If another controller
-    /// has taken over the run in the meantime, ends the run for this controller without an order
-    /// and without an event.
+    /// Checks, after a pause of this process such as Ctrl-Z, whether another controller has
+    /// replaced it, and otherwise processes the waiting events. If another controller has taken
+    /// over the run in the meantime, ends the run for this controller without an order and without
+    /// an event.
     ///
     /// Heartbeats are sent first. From their arrival on, an agent obeys no new controller.
     pub(super) async fn process_event_after_pause(

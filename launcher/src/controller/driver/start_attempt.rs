@@ -111,8 +111,8 @@ impl ControllerDriver {
         hosts.into_iter().for_each(|host| self.send_to_agent(host, ToAgent::Peers(peers.clone())));
     }
 
-    /// Starts the workers of an attempt: sends each agent the plan of its workers, completed by the
-    /// secrets and the rendezvous address. `port` is the port of the rendezvous.
+    /// Starts the workers of an attempt, by sending each agent its workers' plan with the secrets
+    /// and the rendezvous address. `port` is the port of the rendezvous.
     pub(super) fn start_workers(&mut self, port: u16) {
         let Some(preparation) = self.preparation.take() else { return };
         self.report_end_of_stragglers();

@@ -1,5 +1,5 @@
-//! Keeps the newest measurements of the run, and writes them to the status file, which `launch
-//! serve` and `launch top` read.
+//! Keeps the newest resource usage and step times of a run, and writes them to a status file for
+//! `launch serve` and `launch top`.
 use super::ControllerDriver;
 use crate::{
     clock::read_unix_time,
@@ -9,16 +9,17 @@ use jobspec::{env::CUDA_VISIBLE_DEVICES, ids::Rank};
 use protocol::{control::HostUsage, event::Event};
 
 impl ControllerDriver {
-    /// Stores the newest usage (CPU, memory, GPUs) of a host and its workers. Reports slow ranks of
-    /// a program, and those whose reports were held back until this usage.
+    /// Adds the newest usage of a host (CPU, memory, GPUs) and of its workers to the measurements
+    /// for the run's status file. Reports slow ranks of a program, and those whose reports were
+    /// held back until this usage.
     pub(super) fn record_host_usage(&mut self, host: HostIndex, hosts: usize, usage: HostUsage) {
         let name = self.hosts.get(host).map_or_else(String::new, |host| host.name.clone());
         let events = self.status.add_host_usage((host, &name), hosts, usage, read_unix_time());
         events.into_iter().for_each(|event| self.emit_event(event));
     }
 
-    /// Adds the host, the likely reason and the message to an event about a slow rank, and changes
-    /// no other event.
+    /// Adds to an event about a slow rank (straggler) the host of the rank, the likely reason and
+    /// the message for the user.
     pub(super) fn complete_straggler_event(&mut self, event: &mut Event) {
         let plans = &self.plan.host_plans;
         let find_placement = |rank: Rank| {
@@ -32,8 +33,9 @@ impl ControllerDriver {
         self.status.complete_straggler_event(event, find_placement);
     }
 
-    /// Completes an event of a worker. Returns `None` if it is held back until the next measurement
-    /// of a host.
+    /// Adds the missing details, such as the likely reason, to an event about a slow rank, and
+    /// returns the event unless it must wait for another measurement. Returns `None` if it is held
+    /// back until the next measurement of a host.
     pub(super) fn complete_or_hold_event(&mut self, mut event: Event) -> Option<Event> {
         let earlier = self.status.take_held_events_before(&event);
         earlier.into_iter().for_each(|event| self.emit_event(event));
@@ -42,7 +44,8 @@ impl ControllerDriver {
         (!is_held).then_some(event)
     }
 
-    /// Reports that the slow ranks (stragglers) of an attempt that has ended are no longer slow.
+    /// Reports that no rank is slow any longer, at the end of an attempt (one start of all
+    /// workers).
     pub(super) fn report_end_of_stragglers(&mut self) {
         let held = self.status.take_held_events();
         held.into_iter().for_each(|event| self.emit_event(event));
@@ -50,9 +53,9 @@ impl ControllerDriver {
         events.into_iter().for_each(|event| self.emit_event(event));
     }
 
-    /// If this is due, writes the newest measurements to the status file of the run and, for a job
-    /// that runs a program, to the event file of TensorBoard. Only the controller that writes the
-    /// journal writes the files.
+    /// Writes the newest measurements to the run's status file and, for a job that runs a program,
+    /// to TensorBoard's event file, if the last write is long enough ago. Only the controller that
+    /// writes the journal writes the files.
     pub(super) fn write_status(&mut self) {
         if self.is_adopting || !self.status_file.is_due() {
             return;
@@ -71,9 +74,9 @@ impl ControllerDriver {
     }
 }
 
-/// Returns the number, on its host, of the GPU that a worker with the environment variables `env`
-/// uses. Returns `None` if the number is not known, because launch selects no GPUs or selects them
-/// by other names.
+/// Returns the number of the GPU that a worker uses, as counted on the worker's host, from the
+/// variable `CUDA_VISIBLE_DEVICES` in `env`. Returns `None` if the number is not known, because
+/// launch selects no GPUs or selects them by other names.
 fn find_worker_gpu(env: &[(String, String)], local_rank: u32) -> Option<u32> {
     let (_, visible) = env.iter().rfind(|(name, _)| name == CUDA_VISIBLE_DEVICES)?;
     let gpus: Vec<&str> = visible.split(',').map(str::trim).collect();

@@ -28,21 +28,20 @@ use protocol::{
 use std::time::Duration;
 use tokio::{io::AsyncWriteExt, sync::mpsc, time::timeout};
 
-/// How long an agent that is asked to end, because its host was given up as lost, may take until it
-/// has ended.
+/// How long the controller waits for the agent of a lost host to end, after asking this agent to
+/// end.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl ControllerDriver {
-    /// Asks the agent that still runs on a host after its controller was lost to obey this
-    /// controller.
+    /// Asks the agent on a host, whose previous controller was lost, to accept this controller.
     pub(super) fn send_attach_request(&mut self, host: HostIndex) {
         let Some(target) = self.hosts.get(host) else { return };
         let request = self.identity.build_attach_request(&target.name, AttachPurpose::Adopt);
         self.send_to_agent(host, ToAgent::Attach(Box::new(request)));
     }
 
-    /// Asks the agent of a host that was given up as lost, but may still be alive, to end, through
-    /// a new process on that host. Does nothing if the host cannot be reached.
+    /// Asks the old agent of a host that counts as lost to end, through a process that is newly
+    /// started on the host. Does nothing if the host cannot be reached.
     pub(super) fn evict_agent(&mut self, host: HostIndex) {
         let Some(target) = self.hosts.get(host) else { return };
         let purpose = AttachPurpose::Evict { below: self.agents_started + 1 };
@@ -54,8 +53,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Processes the answer of an agent that was asked to end because its host was given up as
-    /// lost: it has ended, or it obeys a newer controller.
+    /// Handles the answer of an agent that was asked to end because its host counts as lost, such
+    /// as that it has ended.
     pub(super) fn handle_eviction_answer(&mut self, answer: EvictionAnswer) {
         match answer {
             EvictionAnswer::Ended(host) => self.handle_input(ControllerInput::Evicted(host)),
@@ -66,8 +65,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Takes over the job and the secret variables from the plan of a running attempt, which an
-    /// agent has sent, because no file contains the secrets.
+    /// Takes the job and the secret environment variables of its workers from a message of a
+    /// surviving agent, because the run directory stores no secrets.
     pub(super) fn adopt_job_and_secrets_of_plan(&mut self, plan: HostPlan) {
         let stored = self.job.clone();
         if let Some(worker) = plan.workers.first() {
@@ -82,7 +81,8 @@ impl ControllerDriver {
             (stored.cluster.include, stored.cluster.exclude);
     }
 
-    /// Begins to take over the journal (the file of the run's events) from the lost controller.
+    /// Starts to replace the journal (the file of the run's events) of the lost controller by a
+    /// copy, to which this controller will append.
     pub(super) fn take_over_journal(&mut self, stored: StoredMemo) {
         self.watched_job_file.clone_from(&stored.job_file);
         // Paths in the job file may be relative to this directory. If it does not exist here,
@@ -94,8 +94,8 @@ impl ControllerDriver {
         self.taken_memo = Some(stored);
     }
 
-    /// Continues the numbering of events in the journal (the run's file of events) that was taken
-    /// over, and lets the state machine continue the run.
+    /// Numbers new events after those that the lost controller wrote to the journal (the run's file
+    /// of events), and then continues the run.
     pub(super) fn continue_journal(&mut self, summary: JournalSummary) {
         let Some(StoredMemo { unstored, newest_event, .. }) = self.taken_memo.take() else { return };
         let newest = summary.newest_controller_event_number().max(newest_event);
@@ -148,8 +148,9 @@ impl ControllerDriver {
         ControlFile::new(self.identity.key(), epoch, hosts, addresses, self.requeue.is_some())
     }
 
-    /// Ends this controller, which cannot take over the run for the reason `failure`. Also ends the
-    /// agents of a run whose workers were never started.
+    /// Ends this controller because it cannot take over the run, for example because another
+    /// controller still controls the run. Also ends the agents of a run whose workers were never
+    /// started.
     pub(super) fn abandon_takeover(&mut self, failure: AttachFailure) {
         if failure == AttachFailure::NotStarted {
             (0..self.hosts.len()).for_each(|host| self.release_agent(host, None));
@@ -157,7 +158,8 @@ impl ControllerDriver {
         self.end = Some(EventLoopEnd::Abandoned(failure));
     }
 
-    /// Builds the error that this controller cannot take over the run, for the reason `failure`.
+    /// Builds the error message for the user that this controller cannot take over the run, for
+    /// example because the hosts cannot be reached.
     pub(super) fn build_attach_error(&self, failure: &AttachFailure) -> Diagnostic {
         let name = &self.plan.run.0;
         let host = |id: &HostIndex| self.hosts.get(*id).map_or("", |host| host.name.as_str());
@@ -206,15 +208,15 @@ impl ControllerDriver {
     }
 }
 
-/// Returns the exit code of a controller that could not take over a run, for the reason `failure`.
+/// Returns the exit code of `launch` after a controller failed to take over a run, which depends on
+/// the reason `failure`.
 pub(super) fn find_attach_exit_code(failure: &AttachFailure) -> u8 {
     if *failure == AttachFailure::Interrupted { exit::INTERRUPTED } else { exit::CLUSTER }
 }
 
-/// Asks the agent of a host that was given up as lost to end, through a new process on that host,
-/// and sends the agent's answer to the controller's event loop. Passes the answer on once the agent
-/// has ended, or if no agent is alive, or if the agent obeys a controller with a greater token than
-/// `token`.
+/// Asks the agent of a lost host to end, through a newly started process on that host, and passes
+/// the answer to the controller's event loop. Passes the answer on once the agent has ended, or if
+/// no agent is alive, or if the agent obeys a controller with a greater token than `token`.
 async fn request_agent_eviction(
     (host, token): (HostIndex, ControllerToken),
     process: AgentProcess,

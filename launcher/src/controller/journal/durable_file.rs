@@ -1,4 +1,5 @@
-//! [`DurableFile`]: a file that loses no bytes while its disk accepts no writes.
+//! [`DurableFile`]: a file for appending that keeps unwritten bytes in memory and repeats failed
+//! writes, for example while the disk is full.
 use crate::{background_thread::RetryPauses, private_files::open_private_file_for_appending};
 use std::{
     fs::{self, File, Metadata},
@@ -8,8 +9,8 @@ use std::{
     thread,
 };
 
-/// The file operations on which a [`DurableFile`] (a file that loses no bytes) is built, which
-/// tests replace: append, sync, and reopen after an error.
+/// The file operations that a [`DurableFile`] needs, as a trait so that tests can simulate failing
+/// disks.
 pub(super) trait AppendableFile: Send {
     /// Appends as many of `bytes` as the file accepts, and returns their number.
     fn append(&mut self, bytes: &[u8]) -> io::Result<usize>;
@@ -38,7 +39,8 @@ struct OpenFile {
 }
 
 impl OpenFile {
-    /// Opens a file for appending. Creates the file if it does not exist.
+    /// Opens the file at `path` for appending, and records its device and inode, by which a later
+    /// replacement of the file is noticed. Creates the file if it does not exist.
     fn open(path: &Path) -> io::Result<OpenFile> {
         let file = open_private_file_for_appending(path)?;
         let identity = read_file_identity(&file.metadata()?);
@@ -99,7 +101,8 @@ impl DurableFile {
         Ok(DurableFile::new(Box::new(file), synced))
     }
 
-    /// Creates a durable file from a file that is already open and has `length` bytes.
+    /// Creates a [`DurableFile`] from an open file that has `length` bytes, all of which count as
+    /// stored on the disk.
     pub(super) fn new(file: Box<dyn AppendableFile>, length: u64) -> DurableFile {
         DurableFile { file, synced: length, unsynced: Vec::new() }
     }
@@ -110,7 +113,8 @@ impl DurableFile {
         self.file.is_replaced()
     }
 
-    /// Appends `bytes` to the file. Blocks until the file system accepts them.
+    /// Appends `bytes` to the file, and repeats a failed write until it succeeds. Blocks until the
+    /// file system accepts them.
     pub(super) fn append(&mut self, bytes: &[u8], report: ErrorReporter<'_>) {
         let written = self.unsynced.len();
         self.unsynced.extend_from_slice(bytes);
@@ -127,10 +131,10 @@ impl DurableFile {
         }
     }
 
-    /// Writes the appended bytes that no sync has covered yet, without the first `written` of them,
-    /// which were written before, and then syncs the file if `sync` is set. Repeats both until they
-    /// succeed. After an error, the file contains at least its synced part, so everything after
-    /// this part is written again.
+    /// Writes the pending bytes in memory to the file and, if `sync` is set, syncs the file to the
+    /// disk. The first `written` of these bytes were written before, but not synced. Repeats both
+    /// until they succeed. After an error, the file contains at least its synced part, so
+    /// everything after this part is written again.
     fn write_pending(&mut self, mut written: usize, sync: bool, report: ErrorReporter<'_>) {
         let mut pauses = RetryPauses::default();
         loop {
@@ -150,9 +154,9 @@ impl DurableFile {
         }
     }
 
-    /// Tries once to write the appended bytes that no sync has covered yet, without the first
-    /// `written` of them, and then to sync the file if `sync` is set. Advances `written` by the
-    /// bytes that were written.
+    /// Makes one attempt to write the pending bytes in memory to the file and, if `sync` is set, to
+    /// sync the file. The first `written` of these bytes were written before. Advances `written` by
+    /// the bytes that were written.
     fn try_write_unsynced(&mut self, written: &mut usize, sync: bool) -> io::Result<()> {
         while *written < self.unsynced.len() {
             match self.file.append(&self.unsynced[*written..])? {

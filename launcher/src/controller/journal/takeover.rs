@@ -17,12 +17,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The length, in bytes, of the longest line of a journal (the file of a run's events) that is
-/// examined. A longer line is not an event, and is not copied.
+/// The length, in bytes, up to which a line of a run's journal (its file of events) is read. A
+/// longer line is not an event, and is not copied.
 const MAX_LINE_BYTES: u64 = 16 << 20;
 
-/// A summary of a run's journal (its file of events): the facts that a controller needs to take
-/// over the run, such as the last step and checkpoint.
+/// A summary of a run's journal (its file of events) for a controller that takes over the run, with
+/// the last step and checkpoint.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct JournalSummary {
     /// Maps the number of each sequence of reports to the number of the newest of these reports in
@@ -51,8 +51,8 @@ pub(crate) struct JournalSummary {
     pub(crate) last_failure: u64,
 }
 
-/// The part of a line of the journal that identifies the report of an agent or controller from
-/// which the line was written.
+/// The field `report` of a journal line, which identifies the message of an agent or controller
+/// from which the line was written.
 #[derive(Deserialize)]
 struct LineOrigin {
     report: Option<ReportId>,
@@ -69,8 +69,8 @@ impl JournalSummary {
         Ok(summary)
     }
 
-    /// Returns whether the journal contains a certain report of an agent or controller, given by
-    /// the numbers of the sender and of the report.
+    /// Returns whether the journal contains the report with the given sender number and sequence
+    /// number, or a later one of this sender.
     pub(crate) fn contains_report(&self, (stream, seq): ReportId) -> bool {
         self.newest.get(&stream).is_some_and(|newest| seq <= *newest)
     }
@@ -81,7 +81,7 @@ impl JournalSummary {
         self.newest.get(&CONTROLLER_REPORT_STREAM).copied().unwrap_or(0)
     }
 
-    /// Adds to the summary of the journal an event that a controller has reported with the sequence
+    /// Updates the summary of the journal with an event of a controller, which has the sequence
     /// number `number`.
     pub(crate) fn add_controller_event(&mut self, event: &Event, number: u64) {
         self.add_event(event, Some((CONTROLLER_REPORT_STREAM, number)));
@@ -123,17 +123,17 @@ impl JournalSummary {
     }
 }
 
-/// Returns whether `event` announces a restart that never happened, because the agents no longer
-/// obeyed the controller that announced it. The agents know of `restarts` restarts. A controller
-/// informs the agents of each restart before it writes the event.
+/// Returns whether `event` announces a restart that did not happen, because the agents had stopped
+/// obeying the announcing controller. The agents know of `restarts` restarts. A controller informs
+/// the agents of each restart before it writes the event.
 pub(crate) fn is_restart_that_never_began(event: &Event, restarts: u32) -> bool {
     matches!(event, Event::Restart { attempt, .. } if *attempt > restarts)
 }
 
-/// Replaces the files of events and metrics in a run directory by copies, and opens the copies for
-/// appending, so that a lost controller cannot write to them. Opens a file for TensorBoard with
-/// this name. Omits a line that a crash has interrupted, and the events for which
-/// [`is_restart_that_never_began`] returns `true`. Blocks.
+/// Replaces the event and metrics files of a run by copies and opens the copies, so that a lost
+/// controller cannot append to them. Opens a file for TensorBoard with this name. Omits a line that
+/// a crash has interrupted, and the events for which [`is_restart_that_never_began`] returns
+/// `true`. Blocks.
 pub(super) fn take_over_files(
     run_dir: &Path,
     tensorboard: &str,
@@ -198,7 +198,8 @@ impl ReplacementFile {
         Ok(ReplacementFile { file, temporary, path: directory.join(name) })
     }
 
-    /// Durably replaces the file of the run directory by this file.
+    /// Syncs this new file to the disk and renames it over the file of the run directory that it
+    /// replaces.
     fn replace_target(self) -> io::Result<()> {
         let file = self.file.into_inner().map_err(io::IntoInnerError::into_error)?;
         file.sync_all()?;

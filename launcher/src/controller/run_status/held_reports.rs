@@ -1,22 +1,25 @@
-//! [`HeldReports`]: reports of slow ranks that wait for the next measurement of their host, because
-//! the reason is not known yet.
+//! [`HeldReports`]: delays the reports of slow ranks with an unknown reason until the next
+//! measurement of their host may show the reason.
 use jobspec::ids::Rank;
 use protocol::{
     event::{Event, StragglerReport},
     straggler::StragglerKind,
 };
 
-/// The longest time for which a report is held, in seconds. Agents measure every two seconds.
+/// The longest time, in seconds, for which the report of a slow rank is delayed. Agents measure
+/// every two seconds.
 const MAX_HOLD_SECONDS: f64 = 5.0;
-/// The largest number of reports that are held.
+/// The largest number of reports about slow ranks that are delayed at the same time.
 const MAX_HELD_REPORTS: usize = 16;
 
-/// Reports of slow ranks that are held back, with the times since which they are held.
+/// The delayed reports about slow ranks, each with the time in seconds since 1970 at which its
+/// delay began.
 #[derive(Default)]
 pub(super) struct HeldReports(Vec<(StragglerReport, f64)>);
 
 impl HeldReports {
-    /// Holds back a report at the time `time`. Returns false if too many reports are held.
+    /// Delays a report about a slow rank from `time` on, unless too many reports are already
+    /// delayed. Returns false if too many reports are held.
     pub(super) fn hold(&mut self, report: &StragglerReport, time: f64) -> bool {
         let has_space = self.0.len() < MAX_HELD_REPORTS;
         if has_space {
@@ -25,18 +28,19 @@ impl HeldReports {
         has_space
     }
 
-    /// Takes the reports about ranks of a host that was measured at the time `time`, and those that
-    /// were held for too long.
+    /// Removes and returns the delayed reports about ranks on `host`, which was just measured, and
+    /// all reports that have waited too long.
     pub(super) fn take_due(&mut self, host: &str, time: f64) -> Vec<Event> {
         self.take_if(|report, since| report.host == host || time - since > MAX_HOLD_SECONDS)
     }
 
-    /// Takes the report about a rank.
+    /// Removes and returns the delayed reports of the kind `kind` about the slow rank `rank`.
     pub(super) fn take_rank(&mut self, rank: Rank, kind: StragglerKind) -> Vec<Event> {
         self.take_if(|report, _| (report.rank, report.kind) == (rank, kind))
     }
 
-    /// Takes all reports.
+    /// Removes and returns all delayed reports about slow ranks, for example at the end of an
+    /// attempt.
     pub(super) fn take_all(&mut self) -> Vec<Event> {
         self.take_if(|_, _| true)
     }

@@ -9,8 +9,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The largest number of files of console output that stay open during an attempt. The file of each
-/// further rank is opened again for every line.
+/// The largest number of console output files of ranks that are open at the same time. The file of
+/// each further rank is opened again for every line.
 const MAX_OPEN_FILES: usize = 256;
 
 /// The files in which the controller stores the console output of the ranks on other hosts.
@@ -44,7 +44,8 @@ impl StreamedLogFiles {
         StreamedLogFiles { directory: logs, max_size, files: HashMap::new() }
     }
 
-    /// Closes all files of console output, at the end of an attempt.
+    /// Closes all files of console output, because ranks may run on other hosts after the next
+    /// start of all workers.
     pub(super) fn close(&mut self) {
         self.files.clear();
     }

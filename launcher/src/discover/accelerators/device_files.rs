@@ -1,5 +1,5 @@
-//! [`DeviceFiles`]: reads the files of device drivers with limits, because a container can replace
-//! them.
+//! Defines [`DeviceFiles`], which reads files of device drivers and limits their size, because a
+//! container can replace them by other files.
 use std::{
     fs::{self, File, OpenOptions},
     io::Read,
@@ -11,8 +11,8 @@ use std::{
 /// The largest number of entries of a directory of device files that one listing returns. Further
 /// entries are ignored.
 const MAX_ENTRIES: usize = 4096;
-/// The largest number of entries of a directory of device files that one listing examines. Further
-/// entries are ignored.
+/// The largest number of entries of a device directory that are read in one listing, including
+/// those that the listing does not return. Further entries are ignored.
 const MAX_READ_ENTRIES: usize = 1 << 20;
 /// The largest number of bytes of a driver's file that are read. Further bytes are ignored.
 const MAX_FILE_BYTES: u64 = 64 << 10;
@@ -36,9 +36,9 @@ impl<'a> DeviceFiles<'a> {
         self.select_entries(directory, Some)
     }
 
-    /// Calls `select` with the name of each entry of a directory, and returns the values (not
-    /// `None`) that `select` returns, sorted. Entries that are not selected do not count for the
-    /// limit of [`MAX_ENTRIES`]: /dev may hold thousands of other nodes.
+    /// Returns the sorted results of calling `select` with the name of each directory entry,
+    /// without the entries for which `select` returns `None`. Entries that are not selected do not
+    /// count for the limit of [`MAX_ENTRIES`]: /dev may hold thousands of other nodes.
     pub(super) fn select_entries<T: Ord>(
         &self,
         directory: impl AsRef<Path>,
@@ -90,9 +90,8 @@ impl<'a> DeviceFiles<'a> {
         u32::from_str_radix(self.read_text(path)?.trim().strip_prefix("0x")?, 16).ok()
     }
 
-    /// Returns the last component of the target of a symbolic link, which in links of drivers is
-    /// the address or the name of a device. Drivers link a device to the directory that is named
-    /// after its address.
+    /// Returns the last path component of a symbolic link's target, by which drivers name a device
+    /// or give its address. Drivers link a device to the directory that is named after its address.
     pub(super) fn read_link_name(&self, path: impl AsRef<Path>) -> Option<String> {
         let target = fs::read_link(self.root.join(path)).ok()?;
         target.file_name()?.to_str().map(str::to_owned)

@@ -1,8 +1,8 @@
 //! [`DiscoveredAccelerators`]: the accelerators of a machine that discovery has found.
 use protocol::hardware::Accelerator;
 
-/// The accelerators that were discovered on a machine and that this process may use, and the number
-/// of others that it may not use.
+/// The accelerators of a machine that this process may use, and the number of accelerators that the
+/// process may not use.
 #[derive(Debug, Default, PartialEq)]
 pub(in crate::discover) struct DiscoveredAccelerators {
     /// The accelerators that this process may use. Those of one kind are in the order in which

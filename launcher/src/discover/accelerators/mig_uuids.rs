@@ -15,8 +15,8 @@ const NVIDIA_SMI_TIMEOUT: Duration = Duration::from_secs(10);
 /// The largest number of bytes of the output of `nvidia-smi -L` that are read.
 const MAX_OUTPUT_BYTES: u64 = 256 << 10;
 
-/// The UUIDs of the MIG instances of each GPU, by the UUID of the GPU, in the order in which
-/// `nvidia-smi` lists them.
+/// The UUIDs of the MIG instances on this machine, as a map from the UUID of a GPU to the UUIDs of
+/// its instances.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct MigUuids(BTreeMap<String, Vec<String>>);
 
@@ -50,15 +50,17 @@ impl MigUuids {
     }
 }
 
-/// Runs `program -L` (`nvidia-smi -L`), and returns the UUIDs of the MIG instances that the program
-/// lists. The result is empty if the program is missing, fails or exceeds [`NVIDIA_SMI_TIMEOUT`].
+/// Runs `nvidia-smi -L` (`program` is the path of `nvidia-smi`), and returns the UUIDs of the
+/// listed MIG instances. The result is empty if the program is missing, fails or exceeds
+/// [`NVIDIA_SMI_TIMEOUT`].
 pub(super) fn read_mig_uuids(program: &str) -> MigUuids {
     run_nvidia_smi_list(program, NVIDIA_SMI_TIMEOUT)
         .map_or_else(MigUuids::default, |text| MigUuids::parse(&text))
 }
 
-/// Runs `program -L` (`nvidia-smi -L`) in a separate process group for at most `limit`, and returns
-/// its output. Returns `None` if the output is not complete at this time.
+/// Runs `nvidia-smi -L` in a separate process group for at most `limit`, and returns its output.
+/// `program` is the path of `nvidia-smi`. Returns `None` if the output is not complete at this
+/// time.
 fn run_nvidia_smi_list(program: &str, limit: Duration) -> Option<String> {
     let mut command = Command::new(program);
     command.arg("-L").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).process_group(0);

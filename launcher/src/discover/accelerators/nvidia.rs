@@ -58,8 +58,8 @@ pub(super) fn list_nvidia_gpus(
     found.accelerators.extend(if instances.is_empty() { gpus } else { instances });
 }
 
-/// Counts the MIG compute instances of the GPU with the device number `device`: those that this
-/// process may use, and those that it may not use.
+/// Returns how many MIG compute instances of a GPU this process may use, and how many it may not
+/// use.
 fn count_mig_instances(tree: &DeviceFiles<'_>, device: Option<u32>) -> (u32, u32) {
     let Some(device) = device else { return (0, 0) };
     let mig = format!("proc/driver/nvidia/capabilities/gpu{device}/mig");

@@ -26,11 +26,11 @@ use jobspec::{
 };
 use std::path::PathBuf;
 
-/// The text by which messages to the user name the other launcher, `accelerate launch`.
+/// The name of the command `accelerate launch` in messages about a converted command line.
 pub(super) const PROGRAM_NAME: &str = "accelerate launch";
 
-/// The environment variables that launch sets for the workers of a program but that `accelerate
-/// launch` does not set for a single process, so that they must be removed.
+/// The variables, such as `RANK`, that are removed from a single worker's environment because
+/// `accelerate launch` does not set them for a single process.
 const UNSET_SINGLE_PROCESS_VARIABLES: [&str; 19] = [
     env::RANK,
     env::LOCAL_RANK,
@@ -53,8 +53,8 @@ const UNSET_SINGLE_PROCESS_VARIABLES: [&str; 19] = [
     env::TORCHELASTIC_USE_AGENT_STORE,
 ];
 
-/// The options that `accelerate launch` ignores if it starts a single process; launch ignores them,
-/// too, and shows a note.
+/// The options, such as `--max_restarts`, that `accelerate launch` and launch both ignore for a
+/// single process, each with a note to the user.
 const SINGLE_PROCESS_RULES: &[OptionRule] = &[
     ("tee", &["0"], NoEffect("Accelerate ignores it for a single process")),
     ("log_dir", &[], NoEffect("Accelerate ignores it for a single process")),
@@ -62,8 +62,8 @@ const SINGLE_PROCESS_RULES: &[OptionRule] = &[
     ("max_restarts", &["0"], NoEffect("Accelerate ignores it for a single process")),
 ];
 
-/// What a command line of `accelerate launch` starts, such as one process, several processes by
-/// torchrun or DeepSpeed.
+/// The kind of processes that a command line of `accelerate launch` starts, such as a single
+/// process, torchrun or DeepSpeed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LaunchKind {
     /// The kind of job; [`DistributedType::Single`] for a single process.
@@ -88,8 +88,8 @@ pub(super) struct ProcessCount {
     is_joining: bool,
 }
 
-/// What the conversion of one command line of `accelerate launch` to a job.yaml depends on: what
-/// the command line starts, whether there is a configuration file, and the user's environment.
+/// The inputs for converting a command line of `accelerate launch` to a job.yaml, such as the kind
+/// of launch and the user's environment.
 pub(super) struct AccelerateConversion<'a> {
     pub(super) kind: LaunchKind,
     /// Whether there is a configuration file.
@@ -103,10 +103,9 @@ impl AccelerateConversion<'_> {
         self.kind.distributed == DistributedType::Single
     }
 
-    /// Moves the options that stand for keys of Accelerate's configuration from the parsed command
-    /// line `given` into the configuration `merged`, where they replace the values of the file.
-    /// Removes the sections that do not apply to the job, and adds a note for each option of such a
-    /// section.
+    /// Moves options of `accelerate launch` from the parsed command line `given` into Accelerate's
+    /// configuration `merged`, where they replace the values of the file. Removes the sections that
+    /// do not apply to the job, and adds a note for each option of such a section.
     pub(super) fn merge_options(
         &self,
         draft: &mut JobDraft,
@@ -175,7 +174,8 @@ impl AccelerateConversion<'_> {
         merged: &MergedConfig,
         given: &CommandLine,
     ) -> Result<ProcessCount, Diagnostic> {
-        /// The option of `accelerate launch` for the number of processes, which errors name.
+        /// The name of the option of `accelerate launch` for the number of processes, for use in
+        /// error messages.
         const OPTION_NAME: &str = "--num_processes";
         let reject = |reason: &str, help: &str| {
             Err(create_unsupported_option_error(PROGRAM_NAME, OPTION_NAME, reason, help))
@@ -230,11 +230,10 @@ impl AccelerateConversion<'_> {
         })
     }
 
-    /// Removes the options that describe the machines of the job from the parsed command line
-    /// `given`, and returns the number of machines, the rank of this machine and the rendezvous
-    /// address. Returns `None` if neither the command line nor the configuration states the number
-    /// of machines. Fails if a value is not valid, or if Accelerate would not start the processes
-    /// of several machines.
+    /// Removes the options for jobs on several machines, such as `--machine_rank`, from the command
+    /// line `given`, and returns the machines that the options describe. Returns `None` if neither
+    /// the command line nor the configuration states the number of machines. Fails if a value is
+    /// not valid, or if Accelerate would not start the processes of several machines.
     pub(super) fn take_node_options(
         &self,
         given: &mut CommandLine,
@@ -289,8 +288,8 @@ impl AccelerateConversion<'_> {
         Ok(Some(ImportedNodes { count, node_rank: Some(rank), rendezvous }))
     }
 
-    /// Adds to the job.yaml that is being built (`draft`) the command of the workers, their number,
-    /// their hosts, and how launch supervises them.
+    /// Sets the command, number, hosts and supervision of the workers in the new job.yaml `draft`,
+    /// from the command line of `accelerate launch`.
     pub(super) fn set_program(
         &self,
         draft: &mut JobDraft,
@@ -350,7 +349,8 @@ impl AccelerateConversion<'_> {
 
     /// Converts `gpu_ids`, Accelerate's selection of GPUs, to the job.yaml key `cluster.devices`.
     fn set_gpus(&self, draft: &mut JobDraft, merged: &MergedConfig) -> Result<(), Diagnostic> {
-        /// The option of `accelerate launch` that selects GPUs, which errors name.
+        /// The name of the option of `accelerate launch` that selects GPUs, for use in error
+        /// messages.
         const OPTION_NAME: &str = "--gpu_ids";
         let Some(ids) =
             merged.value_of_key("gpu_ids").map(|item| item.text.as_str()).filter(|ids| *ids != "all")
@@ -381,9 +381,8 @@ impl AccelerateConversion<'_> {
         Ok(())
     }
 
-    /// Adds to the job.yaml that is being built (`draft`) the environment variables that
-    /// Accelerate's library reads in a worker. Fails if the configuration contains invalid or
-    /// unknown keys.
+    /// Sets, in the new job.yaml `draft`, the environment variables that Accelerate's library reads
+    /// in a worker. Fails if the configuration contains invalid or unknown keys.
     pub(super) fn set_worker_env_variables(
         &self,
         draft: &mut JobDraft,
@@ -441,9 +440,9 @@ impl AccelerateConversion<'_> {
     }
 }
 
-/// The keys of Accelerate's configuration, such as `num_processes`, that `set_worker_env_variables`
-/// skips, because other functions convert them to keys of job.yaml or report that they are not
-/// converted. [`AccelerateConversion::set_worker_env_variables`] must not report them as unknown.
+/// Keys of Accelerate's configuration, such as `num_processes`, that become no environment
+/// variables because other functions convert or report them.
+/// [`AccelerateConversion::set_worker_env_variables`] must not report them as unknown.
 const SEPARATELY_CONVERTED_KEYS: [&str; 13] = [
     "compute_environment",
     "distributed_type",
@@ -460,8 +459,8 @@ const SEPARATELY_CONVERTED_KEYS: [&str; 13] = [
     "use_cpu",
 ];
 
-/// Returns the option name in the static table [`ACCELERATE_OPTIONS`] that equals `name`, to get a
-/// text with the lifetime `'static`.
+/// Returns the entry of [`ACCELERATE_OPTIONS`] that equals `name`, in order to get an option name
+/// with the lifetime `'static`.
 fn find_option_name(name: &str) -> &'static str {
     ACCELERATE_OPTIONS.values.iter().find(|known| **known == name).copied().unwrap_or_default()
 }

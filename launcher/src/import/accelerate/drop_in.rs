@@ -1,5 +1,5 @@
-//! [`AccelerateCommand`]: a command line of `accelerate launch`, which `launch accelerate launch`
-//! converts to a job.yaml and runs on this machine, or on the nodes that join.
+//! Defines [`AccelerateCommand`], a command line of `accelerate launch`, which `launch accelerate
+//! launch` converts to a job.yaml and runs.
 use super::{
     arguments::ACCELERATE_OPTIONS,
     conversion::{AccelerateConversion, LaunchKind, PROGRAM_NAME},
@@ -21,17 +21,16 @@ use crate::import::{
 use jobspec::{Document, DocumentValue, env};
 use std::path::{Path, PathBuf};
 
-/// The reason in the error message for options of `accelerate launch` that request TPUs, which
-/// launch does not support.
+/// The rule that rejects options of `accelerate launch` for TPUs, on which launch does not run.
 const TPU_REJECTION: OptionRule =
     ("tpu", &[], Rejected("launch doesn't run on TPUs", "use `accelerate` itself"));
-/// The reason in the error message for options of `accelerate launch` that request SageMaker, which
-/// launch does not support.
+/// The rule that rejects options of `accelerate launch` for SageMaker, to which launch does not
+/// submit jobs.
 const SAGEMAKER_REJECTION: OptionEffect =
     Rejected("launch doesn't submit jobs to SageMaker", "use `accelerate` itself");
 
-/// The options of `accelerate launch` that have no counterpart in job.yaml, each with what launch
-/// does if the option is given.
+/// The options of `accelerate launch` that job.yaml cannot express, each with the note or error
+/// that the option causes.
 const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
     TPU_REJECTION,
     ("tpu_cluster", &[], TPU_REJECTION.2),
@@ -194,8 +193,8 @@ fn select_launch_kind(
     Ok(LaunchKind { distributed, cpu, parallelism })
 }
 
-/// Returns the value of the environment variable `ACCELERATE_CONFIG_DS_FIELDS`: the names of the
-/// DeepSpeed settings that come from the configuration file and not from the command line.
+/// Returns the names of the DeepSpeed settings that Accelerate's configuration file sets, as the
+/// value of the environment variable `ACCELERATE_CONFIG_DS_FIELDS`.
 fn list_deepspeed_fields(file: &MergedConfig, given: &CommandLine) -> String {
     let mut fields = file.section_names("deepspeed_config");
     let in_file = file.value_of_key("mixed_precision").is_some()

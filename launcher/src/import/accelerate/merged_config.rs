@@ -78,9 +78,9 @@ impl MergedConfig {
         }
     }
 
-    /// Sets the key of Accelerate's configuration that the command line option `name` stands for to
-    /// `value`, the text of the option. Options outside of sections become keys of the outermost
-    /// mapping.
+    /// Stores the value of the command line option `name` under the corresponding key of
+    /// Accelerate's configuration, in place of the file's value. Options outside of sections become
+    /// keys of the outermost mapping.
     pub(super) fn set_option(&mut self, name: &'static str, value: &str) -> Result<(), Diagnostic> {
         let item = self.parse_option_value(name, value)?;
         let Some((section, prefix)) = find_section(name) else {

@@ -6,10 +6,10 @@ use crate::import::{
 };
 use std::path::Path;
 
-/// A rule by which a key of Accelerate's configuration becomes an environment variable of the
-/// workers: the variable, the key, the default, and whether to use lower case. The fields are: the
-/// name of the variable, the key, the value that the variable gets if the key is absent (`None` to
-/// leave it unset), and whether the value is converted to lower case.
+/// A rule that converts a key of Accelerate's configuration to an environment variable of the
+/// workers, with the variable's default value. The fields are: the name of the variable, the key,
+/// the value that the variable gets if the key is absent (`None` to leave it unset), and whether
+/// the value is converted to lower case.
 struct EnvVariableRule(&'static str, &'static str, Option<&'static str>, bool);
 
 /// The rules by which keys of Accelerate's section `dynamo_config` become environment variables of
@@ -86,12 +86,12 @@ const PARALLELISM_RULES: &[EnvVariableRule] = &[
     EnvVariableRule("PARALLELISM_CONFIG_SP_BACKEND", "sp_backend", Some("deepspeed"), false),
 ];
 
-/// The rules by which those keys of Accelerate's section `parallelism_config` become environment
-/// variables that only apply with context parallelism.
+/// The rules that convert keys of Accelerate's section `parallelism_config` to environment
+/// variables which are only set if context parallelism is used.
 const CONTEXT_PARALLEL_RULES: &[EnvVariableRule] =
     &[EnvVariableRule("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "cp_comm_strategy", Some("allgather"), false)];
-/// The rules by which those keys of Accelerate's section `parallelism_config` become environment
-/// variables that only apply with sequence parallelism.
+/// The rules that convert keys of Accelerate's section `parallelism_config` to environment
+/// variables which are only set if sequence parallelism is used.
 const SEQUENCE_PARALLEL_RULES: &[EnvVariableRule] = &[
     EnvVariableRule("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "sp_seq_length", Some("None"), false),
     EnvVariableRule(
@@ -108,8 +108,8 @@ const SEQUENCE_PARALLEL_RULES: &[EnvVariableRule] = &[
     ),
 ];
 
-/// The keys of Accelerate's section `megatron_lm_config` that have default values, with these
-/// values. Each becomes a variable with the prefix `MEGATRON_LM_`.
+/// Keys of Accelerate's section `megatron_lm_config` with their default values, which become
+/// environment variables of the workers. Each becomes a variable with the prefix `MEGATRON_LM_`.
 const MEGATRON_KEYS_WITH_DEFAULTS: &[(&str, &str)] = &[
     ("tp_degree", "1"),
     ("use_custom_fsdp", "False"),
@@ -122,7 +122,8 @@ const MEGATRON_KEYS_WITH_DEFAULTS: &[(&str, &str)] = &[
     ("pp_degree", "1"),
     ("gradient_clipping", "1.0"),
 ];
-/// The keys of Accelerate's section `megatron_lm_config` that have no default values.
+/// Keys of Accelerate's section `megatron_lm_config` without default values, which become
+/// environment variables of the workers only if they are given.
 const MEGATRON_KEYS_WITHOUT_DEFAULTS: &[&str] = &[
     "decoder_last_pipeline_num_layers",
     "num_micro_batches",
@@ -158,10 +159,9 @@ const FP8_KEYS: &[(&str, &[&str], &str)] = &[
     ("PAD_INNER_DIM", &["pad_inner_dim"], "1"),
 ];
 
-/// Adds to the job.yaml that is being built (`draft`) the environment variables that `accelerate
-/// launch` would set for the workers of the configuration `keys`. `kind` and `cpu` are the values
-/// of `distributed_type` and `use_cpu`. Returns whether the section `deepspeed_config` names the
-/// hosts.
+/// Sets, in the new job.yaml `draft`, the environment variables that `accelerate launch` would give
+/// to workers with the configuration `keys`. `kind` and `cpu` are the values of `distributed_type`
+/// and `use_cpu`. Returns whether the section `deepspeed_config` names the hosts.
 pub(super) fn set_worker_environment(
     draft: &mut JobDraft,
     keys: &mut RemainingKeys<'_>,
@@ -242,8 +242,9 @@ fn take_unused_section_with_note(
     }
 }
 
-/// Adds to the job.yaml that is being built (`draft`) the environment variables for Accelerate's
-/// key `mixed_precision`. Returns the precision, or `None` if the configuration contains none.
+/// Sets the workers' variable for mixed precision in the new job.yaml `draft`, from Accelerate's
+/// keys `mixed_precision` and `fp16`. Returns the precision, or `None` if the configuration
+/// contains none.
 fn set_precision_variable(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) -> Option<String> {
     let fp16 = keys.take_boolean("fp16");
     let given = keys.take_text("mixed_precision");
@@ -270,8 +271,8 @@ fn set_precision_variable(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) ->
     given.or_else(|| fp16.filter(|yes| *yes).map(|_| word))
 }
 
-/// Adds to the job.yaml that is being built (`draft`) the environment variables for the section
-/// `fp8_config` of Accelerate's configuration. Absent keys get their default values.
+/// Converts Accelerate's section `fp8_config` to environment variables of the workers in the new
+/// job.yaml `draft`. Absent keys get their default values.
 fn set_fp8_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let mut part = keys.take_section("fp8_config");
     for (end, names, default) in FP8_KEYS {
@@ -301,8 +302,8 @@ fn set_fp8_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     note_unknown_keys(draft, keys, part);
 }
 
-/// Adds a note for each remaining key of `part`, a section of Accelerate's configuration, which
-/// launch does not know. Moves the errors of `part` to `keys`, the outermost mapping of the file.
+/// Adds a note for the user for each unknown key that remains in `part`, a section of Accelerate's
+/// configuration. Moves the errors of `part` to `keys`, the outermost mapping of the file.
 fn note_unknown_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, part: RemainingKeys<'_>) {
     let (rest, errors) = part.into_unconverted_keys();
     keys.errors.extend(errors);
@@ -311,9 +312,9 @@ fn note_unknown_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, part: R
     }
 }
 
-/// Converts keys of `part`, a section of Accelerate's configuration, to environment variables of
-/// the workers, by a table of rules that name the variable and default of each key. Each key is
-/// looked up with the prefix `prefix` first, and then without it.
+/// Sets an environment variable of the workers for each rule in `table`, from the key that the rule
+/// names or from the rule's default. Each key is looked up with the prefix `prefix` first, and then
+/// without it.
 fn set_variables_by_rules(
     draft: &mut JobDraft,
     part: &mut RemainingKeys<'_>,
@@ -331,8 +332,8 @@ fn set_variables_by_rules(
     }
 }
 
-/// Adds to the job.yaml that is being built (`draft`) the environment variables for the section
-/// `dynamo_config` and the key `dynamo_backend`.
+/// Converts Accelerate's settings of Torch Dynamo, the key `dynamo_backend` and the section
+/// `dynamo_config`, to environment variables of the workers.
 fn set_dynamo_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let top_level = keys.take_text("dynamo_backend");
     let Some(mut part) = keys.take_section("dynamo_config") else {
@@ -351,8 +352,8 @@ fn set_dynamo_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     note_unknown_keys(draft, keys, part);
 }
 
-/// Adds to the job.yaml that is being built (`draft`) the environment variables for the section
-/// `fsdp_config`, and the variable that enables FSDP.
+/// Sets the workers' variables for FSDP: one that enables FSDP in Accelerate, and those for the
+/// section `fsdp_config`.
 fn set_fsdp_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     draft.set_env("distributed_type", "ACCELERATE_USE_FSDP", "true");
     let Some(mut part) = keys.take_section("fsdp_config") else {
@@ -367,8 +368,8 @@ fn set_fsdp_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     note_unknown_keys(draft, keys, part);
 }
 
-/// Adds to the job.yaml that is being built (`draft`) the environment variables for the section
-/// `megatron_lm_config`, and the variable that enables Megatron-LM.
+/// Sets the workers' variables for Megatron-LM: one that enables it in Accelerate, and those for
+/// the section `megatron_lm_config`.
 fn set_megatron_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     draft.set_env("distributed_type", "ACCELERATE_USE_MEGATRON_LM", "true");
     let mut part = keys.take_section("megatron_lm_config");
@@ -385,8 +386,8 @@ fn set_megatron_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Adds to the job.yaml that is being built (`draft`) the environment variables for the section
-/// `parallelism_config` of Accelerate's configuration. Does nothing if the section is empty.
+/// Converts Accelerate's section `parallelism_config` to environment variables of the workers in
+/// the new job.yaml `draft`. Does nothing if the section is empty.
 fn set_parallelism_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let Some(mut part) = keys.take_section("parallelism_config") else { return };
     if part.remaining_names().is_empty() {
@@ -410,10 +411,9 @@ fn set_parallelism_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>)
     note_unknown_keys(draft, keys, part);
 }
 
-/// Adds to the job.yaml that is being built (`draft`) the environment variables for the section
-/// `deepspeed_config`, and the variable that enables DeepSpeed. `precision` states whether the
-/// configuration contains `mixed_precision`. Returns whether the section `deepspeed_config` names
-/// the hosts.
+/// Sets the workers' variables for DeepSpeed: one that enables it in Accelerate, and those for the
+/// section `deepspeed_config`. `precision` states whether the configuration contains
+/// `mixed_precision`. Returns whether the section `deepspeed_config` names the hosts.
 fn set_deepspeed_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, precision: bool) -> bool {
     draft.set_env("distributed_type", "ACCELERATE_USE_DEEPSPEED", "true");
     let Some(mut part) = keys.take_section("deepspeed_config") else {

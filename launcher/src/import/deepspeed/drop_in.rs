@@ -21,7 +21,7 @@ use jobspec::{
 };
 use std::path::Path;
 
-/// The text by which messages to the user name the other launcher, `deepspeed`.
+/// The name of the command `deepspeed` in messages about a converted command line.
 const PROGRAM_NAME: &str = "deepspeed";
 /// The hostfile that DeepSpeed reads if the user names none.
 const DEFAULT_HOSTFILE: &str = "/job/hostfile";
@@ -33,8 +33,8 @@ const PASSED_VARIABLES: [&str; 5] = ["MLFLOW*", "PYTHON*", "MV2*", "UCX*", "NCCL
 /// The environment variable by which the user selects the kind of device that DeepSpeed uses.
 const ACCELERATOR_VARIABLE: &str = "DS_ACCELERATOR";
 
-/// The options of `deepspeed` that have no counterpart in job.yaml, each with what launch does if
-/// the option is given.
+/// The options of `deepspeed` that job.yaml cannot express, each with the note or error that the
+/// option causes.
 const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
     (
         "autotuning",
@@ -182,7 +182,8 @@ fn read_integer_option(given: &CommandLine, name: &str) -> i64 {
     given.last_value(name).and_then(|text| text.trim().parse().ok()).unwrap_or(-1)
 }
 
-/// Selects the hosts and slots (places for workers) of the job by the rules of `deepspeed`.
+/// Selects the hosts, and the workers on each host, that a `deepspeed` command line requests by its
+/// hostfile, filters and counts.
 fn select_resources(
     given: &CommandLine,
     files: &DeepSpeedFiles,
@@ -282,8 +283,8 @@ fn count_local_slots(uses_gpus: bool, context: &DropInContext<'_>) -> u32 {
     }
 }
 
-/// Adds to the job.yaml that is being built (`draft`) the command of the job's workers, their
-/// number per host and their binding to cores.
+/// Sets, in the new job.yaml `draft`, the command, number per host and CPU binding of the workers,
+/// from a `deepspeed` command line.
 fn set_program(
     draft: &mut JobDraft,
     given: &mut CommandLine,
@@ -308,8 +309,8 @@ fn set_program(
     Ok(())
 }
 
-/// Adds to the job.yaml that is being built (`draft`) the hosts of a job on several hosts, and the
-/// environment variables that their workers get.
+/// Sets, in the new job.yaml `draft`, the hosts of a multi-host job and the variables of its
+/// workers, from a `deepspeed` command line.
 fn set_hosts(
     draft: &mut JobDraft,
     given: &mut CommandLine,
@@ -373,8 +374,8 @@ fn set_hosts(
     Ok(())
 }
 
-/// Adds to the job.yaml that is being built the environment variables that DeepSpeed's environment
-/// files (`files`) define in lines such as `NAME=VALUE`. `files` are texts of [`DeepSpeedFiles`].
+/// Converts each line `NAME=VALUE` of DeepSpeed's environment files to an environment variable of
+/// the workers. `files` are texts of [`DeepSpeedFiles`].
 fn set_file_variables(draft: &mut JobDraft, files: &[String], errors: &mut ImportErrors) {
     for line in files.iter().flat_map(|text| text.lines()) {
         match line.split_once('=') {

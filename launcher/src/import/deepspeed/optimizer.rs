@@ -131,8 +131,8 @@ fn convert_sgd(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) -> f64 {
     rate
 }
 
-/// Converts the number with the key `name` in DeepSpeed's `optimizer.params` to the job.yaml key
-/// `path`, and returns the number. If the key is absent, sets `default`. If the value is `auto`,
+/// Sets the job.yaml key `path` to the number that DeepSpeed's `optimizer.params` contains under
+/// `name`, and returns the number. If the key is absent, sets `default`. If the value is `auto`,
 /// adds a note and returns `default`.
 fn convert_numeric_param(
     draft: &mut JobDraft,
@@ -262,8 +262,8 @@ fn round_to_12_digits(x: f64) -> f64 {
     format!("{x:.11e}").parse().unwrap_or(x)
 }
 
-/// Removes the key `name` from `params`, a section of DeepSpeed's configuration, and returns its
-/// value, an integer of 0 or more. Returns `None` if the key is absent. If the value is `auto`,
+/// Removes the key `name` from a section of DeepSpeed's configuration, and returns its integer
+/// value unless the value is `auto`. Returns `None` if the key is absent. If the value is `auto`,
 /// adds a note and returns `None`.
 fn take_integer_unless_auto(
     draft: &mut JobDraft,
@@ -282,9 +282,9 @@ fn take_integer_unless_auto(
     params.take_integer(name, 0)
 }
 
-/// Removes the key `name` from `params`, a section of DeepSpeed's configuration, and returns its
-/// value, a number. Returns `default` if the key is absent. If the value is `auto`, adds a note and
-/// returns `default`.
+/// Removes the key `name` from a section of DeepSpeed's configuration, and returns its number, or
+/// `default` if there is none. Returns `default` if the key is absent. If the value is `auto`, adds
+/// a note and returns `default`.
 fn take_number_or_default(
     draft: &mut JobDraft,
     params: &mut RemainingKeys<'_>,

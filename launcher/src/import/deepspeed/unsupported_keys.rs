@@ -1,7 +1,8 @@
-//! The keys of DeepSpeed's configuration that have no counterpart in the built-in training. Each
-//! has the reason, which a note shows to the user.
+//! The keys of DeepSpeed's configuration that job.yaml's section `train` (training without a user
+//! program) cannot express. Each has the reason, which a note shows to the user.
 
-/// The reason in the note to the user that a DeepSpeed key with the value `auto` was not converted.
+/// The explanation that the user gets if a DeepSpeed key is not converted because its value is
+/// `auto`.
 pub(super) const AUTO_VALUE_REASON: &str = "HF Trainer replaces `auto`";
 
 /// The top-level keys of a DeepSpeed configuration that launch does not support, each with the
@@ -100,6 +101,6 @@ pub(super) const UNSUPPORTED_ZERO_KEYS: &[(&str, &str)] = &[
     ("zenflow", "ZenFlow is not supported"),
 ];
 
-/// The reason in the note to the user that DeepSpeed keys for the sizes of transfers between
-/// workers were not converted.
+/// The explanation that the user gets if a DeepSpeed key for the size of transfers between workers
+/// is not converted.
 const TRANSFER_SIZE_KEYS_REASON: &str = "weights and gradients are transferred in whole blocks of the model";

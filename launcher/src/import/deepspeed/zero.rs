@@ -41,8 +41,8 @@ pub(super) fn convert_zero(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Converts DeepSpeed's key that requests 16-bit weights to be gathered from all workers at each
-/// save. The key has three names.
+/// Converts DeepSpeed's key for gathering 16-bit weights at each save to the job.yaml key
+/// `checkpoint.gather_16bit_weights_on_model_save`. The key has three names.
 fn convert_weight_gathering(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     for name in [
         "stage3_gather_16bit_weights_on_model_save",
@@ -56,13 +56,13 @@ fn convert_weight_gathering(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) 
     }
 }
 
-/// Converts DeepSpeed's setting that offloads optimizer states to files to the job.yaml key
-/// `train.zero.offload`. Adds notes about all other offloading.
+/// Sets the job.yaml key `train.zero.offload` if the DeepSpeed configuration offloads optimizer
+/// states to files. Adds notes about all other offloading.
 fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     /// The job.yaml key for the place to which optimizer states are offloaded.
     const OFFLOAD_KEY: &str = "train.zero.offload";
-    /// The advice in the note to the user that DeepSpeed's offloading was not converted; it names
-    /// the job.yaml key to set instead.
+    /// The advice which job.yaml key the user can set instead, if a DeepSpeed offload setting was
+    /// not converted.
     const OFFLOAD_ADVICE: &str = "set `train.zero.offload: {optimizer: DIRECTORY}` for files, or `{optimizer: cpu}` \
                            with `cluster.devices: cuda` for host memory";
     for (name, optimizer) in [("offload_optimizer", true), ("offload_param", false)] {
@@ -111,8 +111,8 @@ fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Returns the reason in the note to the user that launch does not offload `what` (optimizer states
-/// or parameters) to `device`, the value in DeepSpeed's configuration.
+/// Returns the explanation that launch does not offload `what` (optimizer states or parameters) to
+/// `device`, as DeepSpeed's configuration requests.
 fn build_offload_reason(what: &str, device: &str) -> String {
     format!("launch keeps {what} in the memory that it computes in (value: {})", device.escape_debug())
 }

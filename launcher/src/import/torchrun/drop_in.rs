@@ -1,5 +1,5 @@
-//! [`convert_torchrun_command`]: converts a command line of torchrun to the job.yaml that `launch
-//! torchrun` runs on this machine, or on the nodes that join.
+//! Defines [`convert_torchrun_command`], which converts a command line of torchrun to the job.yaml
+//! that `launch torchrun` runs.
 use super::{
     arguments::{insert_defaults_from_env, parse_torchrun_args},
     check_option_values, set_numa_binding, set_restarts_and_signals,
@@ -23,14 +23,14 @@ use jobspec::{
     quote_yaml,
 };
 
-/// The text by which messages to the user name the other launcher, `torchrun`.
+/// The name of the command `torchrun` in messages about a converted command line.
 const PROGRAM_NAME: &str = "torchrun";
-/// The host names in `--rdzv-endpoint` and `--master-addr` of torchrun that mean this machine, so
-/// that no note is needed.
+/// The rendezvous host names of torchrun that mean this machine; launch ignores them without a note
+/// to the user.
 const LOOPBACK_NAMES: [&str; 4] = ["", "localhost", "127.0.0.1", "[::1]"];
 
-/// The options of torchrun that have no counterpart in job.yaml, each with what launch does if the
-/// option is given.
+/// The options of torchrun that job.yaml cannot express, each with the note or error that the
+/// option causes.
 const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
     ("rdzv-backend", &["static", "c10d"], NoEffect("launch assigns the ranks itself")),
     ("rdzv-conf", &[""], NoEffect("launch assigns the ranks itself")),
@@ -101,9 +101,9 @@ pub(crate) fn convert_torchrun_command(
     }
 }
 
-/// Removes from the parsed command line (`given`) the options that describe the nodes (hosts) of
-/// the job, and returns the nodes that they describe. Returns `None` if the command line does not
-/// state the number of nodes. Fails if a value is not valid.
+/// Returns the nodes (hosts) that torchrun's options describe, and removes these options from the
+/// parsed command line `given`. Returns `None` if the command line does not state the number of
+/// nodes. Fails if a value is not valid.
 fn take_node_options(given: &mut CommandLine) -> Result<Option<ImportedNodes>, Diagnostic> {
     let rank = given.take_last_value("node-rank");
     let Some(text) = given.take_last_value("nnodes") else {
@@ -166,7 +166,7 @@ fn take_node_options(given: &mut CommandLine) -> Result<Option<ImportedNodes>, D
 /// Removes `--nproc-per-node` from the parsed command line (`given`), and returns the number of
 /// workers that it requests.
 fn take_worker_count(given: &mut CommandLine, context: &DropInContext<'_>) -> Result<i64, Diagnostic> {
-    /// The option of torchrun that errors about the number of workers name.
+    /// The name of torchrun's option for the number of workers per host, for use in error messages.
     const OPTION_NAME: &str = "--nproc-per-node";
     let workers = match given.take_last_value("nproc-per-node").as_deref() {
         None => 1,
@@ -196,8 +196,8 @@ fn take_worker_count(given: &mut CommandLine, context: &DropInContext<'_>) -> Re
     check_worker_count(PROGRAM_NAME, OPTION_NAME, workers).map(|()| workers)
 }
 
-/// Removes from the parsed command line (`given`) the options that select how the user's script is
-/// run, and returns the command of a worker.
+/// Returns the command of a worker from torchrun's script and options, and removes these options
+/// from the parsed command line `given`.
 fn take_command(
     given: &mut CommandLine,
     context: &DropInContext<'_>,
@@ -275,8 +275,8 @@ fn substitute_macros(argument: &str, workers: i64) -> Result<String, Diagnostic>
 /// join (`is_joining`), the nodes meet at the address, and launch chooses another port for the
 /// ranks.
 fn set_master_address(draft: &mut JobDraft, given: &mut CommandLine, is_joining: bool) {
-    /// The reason, in notes to the user, why launch ignores the rendezvous address that torchrun
-    /// was given.
+    /// The explanation that the user gets if launch ignores the rendezvous address of a torchrun
+    /// command line.
     const NOTE_REASON: &str = "the ranks of one host meet at its loopback address";
     if given.take_flag("virtual-local-rank") {
         draft.set_imported_key("--virtual-local-rank", "run.visible_devices", "one");
@@ -301,8 +301,8 @@ fn set_master_address(draft: &mut JobDraft, given: &mut CommandLine, is_joining:
     }
 }
 
-/// Formats a value of torchrun's command line as a YAML number if it consists of digits; quotes any
-/// other text, which loading the job.yaml then rejects.
+/// Formats a value of torchrun's command line for job.yaml: digits as a number, and any other text
+/// in quotes.
 fn quote_unless_number(text: &str) -> String {
     crate::import::value_text::format_yaml_whole_number(text)
 }

@@ -61,8 +61,8 @@ impl AdmissionPolicy {
         AdmissionPolicy { allowed, uid: nix::unistd::geteuid().as_raw(), diagnostics }
     }
 
-    /// Returns whether the policy can ask the kernel which user owns a client's connection on this
-    /// machine (by sock_diag).
+    /// Returns whether the kernel can be asked, through sock_diag, which user owns the client's end
+    /// of a connection on this machine.
     pub(super) fn identifies_local_users(&self) -> bool {
         self.diagnostics.is_some()
     }

@@ -1,5 +1,5 @@
-//! [`RendezvousStore`]: the keys, queues and waiting clients of the rendezvous store (a server for
-//! torch's `TCPStore`), without I/O and clock.
+//! Defines [`RendezvousStore`], the state of launch's server for torch's `TCPStore`: keys, values,
+//! queues and waiting clients, but no sockets.
 //!
 //! The store has no timeouts: a client that has waited too long cancels its wait.
 use super::{
@@ -11,8 +11,8 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 
 /// The number that identifies the connection of a client of the rendezvous store.
 pub(super) type ClientId = u64;
-/// The number of bytes that each value, queue item and awaited key counts toward the size limit of
-/// the rendezvous store, in addition to its content.
+/// The fixed number of bytes that each value, queue item and awaited key adds to the size of the
+/// store, in addition to its content.
 const ENTRY_OVERHEAD_BYTES: usize = 128;
 /// The reply of the store to a CHECK request if all keys exist, and to a WAIT or BARRIER request
 /// when the wait ends.
@@ -53,8 +53,8 @@ pub(super) struct RendezvousStore {
 }
 
 impl RendezvousStore {
-    /// Returns the total size of the rendezvous store in bytes, which is limited: that of all keys,
-    /// values, queues and waits of clients. [`MAX_STORE_BYTES`] limits this number.
+    /// Returns the total size in bytes of the keys, values, queues and waits in the rendezvous
+    /// store. [`MAX_STORE_BYTES`] limits this number.
     pub(super) fn total_bytes(&self) -> usize {
         self.bytes
     }
@@ -113,9 +113,8 @@ impl RendezvousStore {
         Ok(())
     }
 
-    /// Removes the record that a client of the store waits for keys or at a barrier, because the
-    /// client cancelled the wait, was woken or has disconnected. Does nothing if the client does
-    /// not wait.
+    /// Removes a client from the lists of waiting clients, because its wait for keys or at a
+    /// barrier was canceled or has ended. Does nothing if the client does not wait.
     pub(super) fn end_wait(&mut self, client: ClientId) {
         let (map, keys) = match self.waiting.remove(&client) {
             None => return,
@@ -135,7 +134,7 @@ impl RendezvousStore {
 
     // ---- values ----
 
-    /// Returns whether a key of the store has a value, or a queue that is not empty.
+    /// Returns whether the store has a value, or at least one queue item, for a key.
     fn contains_key(&self, key: &[u8]) -> bool {
         self.values.contains_key(key) || self.queues.contains_key(key)
     }
@@ -189,10 +188,10 @@ impl RendezvousStore {
         Ok(())
     }
 
-    /// Updates the clients that wait for the key `key`, which now exists: decrements the number of
-    /// keys that each still misses. The caller must just have added the key's first value or item,
-    /// and must then wake clients whose number is 0. The cost per client does not depend on the
-    /// number of keys that the client waits for.
+    /// Records for each client that waits for `key` that the key now exists, by decrementing the
+    /// client's number of missing keys. The caller must just have added the key's first value or
+    /// item, and must then wake clients whose number is 0. The cost per client does not depend on
+    /// the number of keys that the client waits for.
     fn decrement_missing_keys_of_waits(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
             if let Some(ClientWait::Keys(_, missing)) = self.waiting.get_mut(client) {
@@ -201,9 +200,9 @@ impl RendezvousStore {
         }
     }
 
-    /// Updates the clients that wait for the key `key`, which no longer exists: increments the
-    /// number of keys that each still misses. The caller must just have removed the key's last
-    /// value or item.
+    /// Records for each client that waits for `key` that the key no longer exists, by incrementing
+    /// the client's number of missing keys. The caller must just have removed the key's last value
+    /// or item.
     fn increment_missing_keys_of_waits(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
             if let Some(ClientWait::Keys(_, missing)) = self.waiting.get_mut(client) {
@@ -273,8 +272,8 @@ impl RendezvousStore {
 
     // ---- queues ----
 
-    /// Appends an item to a queue of the store, and wakes at most one client that waits for the
-    /// queue, by appending the reply to `out`. Fails if the store becomes too large.
+    /// Appends an item to a queue of the store, and ends the wait of at most one client that waits
+    /// for the queue. Fails if the store becomes too large.
     fn push_item(
         &mut self,
         key: StoreKey,
@@ -315,9 +314,9 @@ impl RendezvousStore {
 
     // ---- waiting ----
 
-    /// Makes a client of the store wait until all of `keys` exist, which other clients set. If no
-    /// key is missing, appends the reply to `out` immediately and begins no wait. Fails if the
-    /// client waits already, or if the store is full.
+    /// Makes a client of the store wait until other clients have set all of `keys`. If no key is
+    /// missing, appends the reply to `out` immediately and begins no wait. Fails if the client
+    /// waits already, or if the store is full.
     fn begin_wait(
         &mut self,
         client: ClientId,
@@ -349,8 +348,8 @@ impl RendezvousStore {
         }
     }
 
-    /// Ends the wait of a client of the store if all keys that it waits for exist, by appending its
-    /// reply to `out`. Returns whether the wait ended.
+    /// Ends the wait of a store client and adds the reply for the client to `out` if all keys that
+    /// it awaits exist. Returns whether the wait ended.
     fn wake_if_ready(&mut self, client: ClientId, out: &mut ClientReplies) -> bool {
         let ready = matches!(self.waiting.get(&client), Some(ClientWait::Keys(_, 0)));
         if ready {
@@ -407,8 +406,8 @@ fn queue_length_to_number(queue: &VecDeque<StoreValue>) -> i64 {
     queue.len() as i64
 }
 
-/// Fails if a reply of the store with this many bytes would be longer than a message may be
-/// ([`MAX_MESSAGE_BYTES`]).
+/// Returns an error if a reply of the store with `bytes` bytes exceeds [`MAX_MESSAGE_BYTES`], the
+/// size limit of messages.
 fn check_reply_length(bytes: usize) -> Result<(), StoreClientError> {
     match bytes > MAX_MESSAGE_BYTES {
         true => Err(StoreClientError::ReplyTooLong(bytes)),

@@ -12,7 +12,6 @@ pub(super) const MAX_KEYS_PER_REQUEST: u64 = 128 << 10;
 /// The length of the longest request to the rendezvous store, and of its longest reply, in bytes.
 /// Longer requests are rejected, and so are requests with longer replies.
 pub(super) const MAX_MESSAGE_BYTES: usize = 64 << 20;
-/// The largest size of the rendezvous store, in bytes: the sum over all keys, values, queues and
-/// waits, with a constant number of bytes added for each of them. A request that would exceed it is
-/// rejected.
+/// The largest total size, in bytes, of the keys, values, queues and waits in the rendezvous store,
+/// including a fixed overhead for each. A request that would exceed it is rejected.
 pub(super) const MAX_STORE_BYTES: usize = 1 << 30;

@@ -41,8 +41,8 @@ const MAX_CONNECTIONS: usize = 65_536;
 const OTHER_OPEN_FILES: u64 = 64;
 /// The largest number of bytes that the store reads at once from the socket of a client.
 const READ_CHUNK_BYTES: usize = 64 << 10;
-/// When this many bytes of replies to a client of the store wait to be sent, they are sent before
-/// more requests of the client are executed.
+/// The number of bytes of unsent replies to a client from which on the server sends them before it
+/// executes further requests.
 const REPLY_BATCH_BYTES: usize = 256 << 10;
 /// How long a client of the rendezvous store may take to send the handshake after it has connected.
 /// After this time, the server closes the connection.
@@ -165,8 +165,8 @@ fn check_open_file_limit(clients: u32, open_files: u64) -> diagnostic::Result<()
     Ok(())
 }
 
-/// The state that all client connections of a rendezvous store share: the store, the reply buffers
-/// and the limit of warnings.
+/// The state that all connections to a rendezvous store share, such as the stored values and the
+/// unsent replies to each client.
 struct ServerState {
     store: RefCell<RendezvousStore>,
     /// The unwritten replies to each client.
@@ -181,7 +181,8 @@ struct ServerState {
     handshake_timeout: Duration,
 }
 
-/// The replies to one client of the rendezvous store that are not written to its socket yet.
+/// The replies to one client of the rendezvous store that the server has not written to the
+/// client's socket yet.
 #[derive(Default)]
 struct ReplyBuffer {
     bytes: RefCell<Vec<u8>>,
@@ -203,8 +204,8 @@ impl ServerState {
         }
     }
 
-    /// Sends a warning about the rendezvous store to the user. Drops the warning if the channel of
-    /// messages is full.
+    /// Queues a warning about the rendezvous store for output to the user. Drops the warning if the
+    /// channel of messages is full.
     fn warn_user(&self, text: String) {
         _ = self.messages.try_send(format!("launch: rendezvous store: {text}"));
     }
@@ -360,8 +361,8 @@ impl ClientConnection {
         Ok(())
     }
 
-    /// Appends the bytes that have arrived at the client's socket to the input that waits to be
-    /// parsed, without blocking. Returns their number, which is 0 at the end of the stream.
+    /// Reads the bytes that have arrived at the client's socket, without blocking, and appends them
+    /// to the unparsed input. Returns their number, which is 0 at the end of the stream.
     fn read_input(&mut self) -> io::Result<usize> {
         let mut scratch = self.shared.scratch.borrow_mut();
         let n = self.stream.try_read(&mut scratch)?;

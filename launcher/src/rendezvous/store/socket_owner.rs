@@ -27,8 +27,8 @@ const NETLINK_HEADER_BYTES: usize = 16;
 const REQUEST_BYTES: usize = 56;
 /// The size of a sock_diag answer (`struct inet_diag_msg`) without the netlink header, in bytes.
 const ANSWER_BYTES: usize = 72;
-/// The byte offset of the owner's user id in the kernel's answer to a sock_diag request, which asks
-/// for the owner of a socket. The inode follows.
+/// The byte offset of the user ID in the kernel's sock_diag answer about the owner of a socket. The
+/// inode follows.
 const UID_OFFSET: usize = 64;
 /// The longest answer of the kernel to a sock_diag request that is read, in bytes.
 const MAX_ANSWER_BYTES: usize = 8 << 10;

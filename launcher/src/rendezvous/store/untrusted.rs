@@ -6,12 +6,14 @@ use super::{
 };
 use std::collections::BTreeMap;
 
-/// The number of simulated clients of the store among which the untrusted input is divided.
+/// The number of simulated clients of the rendezvous store to which a fuzz test assigns the pieces
+/// of its untrusted input.
 const CLIENT_COUNT: u8 = 4;
 
-/// Executes the requests in `bytes`, an untrusted input in which several clients take turns, on a
-/// new store. Then disconnects all clients. Each turn is one byte that selects the client, one byte
-/// with a length, and that many bytes of requests. Returns the first error of a client.
+/// Simulates several clients that send untrusted requests to a new rendezvous store, in the order
+/// that `bytes` defines. Then disconnects all clients. Each turn is one byte that selects the
+/// client, one byte with a length, and that many bytes of requests. Returns the first error of a
+/// client.
 pub(crate) fn serve_untrusted_clients(mut bytes: &[u8]) -> Result<(), StoreClientError> {
     let mut store = RendezvousStore::default();
     let mut clients: BTreeMap<ClientId, Vec<u8>> = BTreeMap::new();
@@ -32,8 +34,8 @@ pub(crate) fn serve_untrusted_clients(mut bytes: &[u8]) -> Result<(), StoreClien
     first_error
 }
 
-/// Executes every complete request to the store that `input`, the bytes of one client, contains,
-/// and removes it from `input`. Encodes the replies and drops them. Fails if a request is not
+/// Executes the complete requests at the start of `input`, the bytes from one client, on the store
+/// and removes them from `input`. Encodes the replies and drops them. Fails if a request is not
 /// valid. Panics if the parser asks for no more bytes than `input` has, because a connection would
 /// then loop forever.
 fn handle_requests(

@@ -167,8 +167,8 @@ impl RequestParser<'_> {
         Ok(i64::from_le_bytes(self.read_array()?))
     }
 
-    /// Parses an unsigned 64-bit length in a request to the store, and checks its limit. Fails if
-    /// the length is above `limit`. `field` names the length in the error.
+    /// Parses an unsigned 64-bit length in a request to the store and compares the length with
+    /// `limit`. Fails if the length is above `limit`. `field` names the length in the error.
     fn read_length(&mut self, field: RequestLengthField, limit: u64) -> Result<usize, RequestParseStop> {
         let length = u64::from_le_bytes(self.read_array()?);
         if length > limit {
@@ -209,9 +209,10 @@ impl RequestParser<'_> {
         self.read_list(8, Self::read_key)
     }
 
-    /// Parses a list in a request to the store: the number of its items, then each item with the
-    /// function `item`. An item must be at least `min_bytes` bytes long. Fails if the list has more
-    /// than [`MAX_KEYS_PER_REQUEST`] items. Returns an empty list if `copies` is not set.
+    /// Parses a list, such as a list of keys, in a request to the store: first its length, then
+    /// each item by calling `item`. An item must be at least `min_bytes` bytes long. Fails if the
+    /// list has more than [`MAX_KEYS_PER_REQUEST`] items. Returns an empty list if `copies` is not
+    /// set.
     fn read_list<T>(
         &mut self,
         min_bytes: usize,

@@ -19,9 +19,9 @@ const REFRESH_INTERVAL: Duration = Duration::from_millis(500);
 /// The longest time for which `launch top` waits for a key before it checks for a signal.
 const KEY_WAIT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The time after a signal such as SIGTERM at which the kernel ends `launch top` if it has not
-/// ended, in seconds. The library that reads the keys does not return if the terminal is closed
-/// while it reads.
+/// The number of seconds after a signal such as SIGTERM at which an alarm of the kernel ends
+/// `launch top` if it still runs. The library that reads the keys does not return if the terminal
+/// is closed while it reads.
 const SIGNAL_EXIT_TIMEOUT_S: u32 = 2;
 
 /// Whether a signal that ends `launch top` has arrived.

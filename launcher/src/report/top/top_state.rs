@@ -1,5 +1,5 @@
-//! [`TopState`]: the state of the view of `launch top` (shown run, selected rank, search text), and
-//! how keys change it.
+//! Defines [`TopState`], which stores what `launch top` shows, such as the selected rank, and
+//! changes it when a key is pressed.
 use dashboard::RunSnapshot;
 use diagnostic::terminal_text::filter_line;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
@@ -32,7 +32,8 @@ pub(super) enum KeyAction {
 }
 
 impl TopState {
-    /// Changes the state of the view as the pressed key requests.
+    /// Applies a pressed key to the view, for example selects another rank, and returns the action
+    /// that remains for the event loop.
     pub(super) fn handle_key(&mut self, key: KeyEvent) -> KeyAction {
         if key.kind == KeyEventKind::Release {
             return KeyAction::Redraw;
@@ -64,7 +65,7 @@ impl TopState {
         KeyAction::Redraw
     }
 
-    /// Replaces the shown state of the run by a newer one.
+    /// Replaces the run data that `launch top` shows by newer data of this run.
     pub(super) fn set_run(&mut self, run: RunSnapshot) {
         self.run = Some(run);
         self.select_rank(self.selected);
@@ -80,8 +81,8 @@ impl TopState {
         self.selected = rank;
     }
 
-    /// Selects the host that is `by` lines below (above, if negative) the selected one, at the same
-    /// position among the host's ranks.
+    /// Selects a rank on the host `by` lines below the host of the selected rank, or above it if
+    /// `by` is negative.
     fn select_neighbouring_host(&mut self, by: isize) {
         let Some(run) = &self.run else { return };
         let has_rank =

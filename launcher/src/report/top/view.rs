@@ -19,8 +19,8 @@ use ratatui::{
 };
 use serde_json::Value;
 
-/// On terminals with at least this number of columns, `launch top` shows events and log next to
-/// each other, and shows the loss curve.
+/// The smallest terminal width, in columns, at which `launch top` shows the loss curve, and the
+/// events next to the log.
 const MIN_WIDE_COLUMNS: u16 = 120;
 /// The largest number of lines that `launch top` uses for hosts, without the border.
 const MAX_HOST_LINES: u16 = 20;
@@ -151,7 +151,7 @@ fn format_event_line(event: &Value) -> String {
     filter_line(&text)
 }
 
-/// Formats the last line of the screen: the keys, or the text that the user searches for.
+/// Formats the last line of the screen, which shows the available keys or the text of the search.
 fn format_footer(state: &TopState) -> Line<'static> {
     match (&state.input, state.filter.is_empty()) {
         (Some(input), _) => Line::raw(format!("/{}", filter_line(input))),

@@ -1,4 +1,5 @@
-//! Types for the content of a checkpoint: its tensors, its model, and what is known about the run.
+//! Types that describe a checkpoint: its tensors, the config and tokenizer of its model, and the
+//! settings of the run that saved it.
 use crate::codec::disk::is_plain_file_name;
 use crate::codec::json;
 use crate::error::{CkptError, ManifestError, Result};
@@ -10,8 +11,8 @@ use std::collections::{HashMap, HashSet};
 
 /// Limit on the number of JSON values in a model's config.
 pub(crate) const CONFIG_VALUES_MAX: usize = 1 << 18;
-/// Limit on the number of JSON values in each part of the training state that has entries for all
-/// weights.
+/// Maximum number of JSON values in a part of the training state that has entries for all weights,
+/// such as the optimizer's parameter groups.
 const STATE_JSON_VALUES_MAX: usize = 2 * TENSORS_MAX;
 /// Limit on the number of text files that are stored with a checkpoint.
 const TEXT_FILES_MAX: usize = 64;
@@ -108,9 +109,8 @@ pub struct TextFile {
     pub text: String,
 }
 
-/// What a checkpoint's manifest (table of contents) records about the run that wrote the
-/// checkpoint, such as its model, its step and its optimizer settings. The caller of a save
-/// provides these facts.
+/// The facts about a training run that its checkpoint records in the manifest, such as the step,
+/// the model and the optimizer settings. The caller of a save provides these facts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunFacts {
@@ -148,8 +148,8 @@ pub struct RunFacts {
     pub job: Value,
 }
 
-/// The JSON key under which a checkpoint stores by how many optimizer updates each weight is behind
-/// the run's step (the step lag).
+/// The JSON key under which a checkpoint stores, for each weight, the number of optimizer steps in
+/// which the weight was not updated.
 pub(crate) const STEP_LAG_KEY: &str = "late";
 
 /// Fails if a tensor in `tensors` has an invalid or repeated name, or a shape with too many
@@ -196,10 +196,10 @@ impl ModelSpec {
         }
     }
 
-    /// Finds the first weight that this model or `other` lacks, or whose shape differs between the
-    /// two models. Returns the name of this weight and two texts, first for this model, then for
-    /// `other`. Each text gives the name and shape there, or states that the weight is missing.
-    /// Returns `None` if both have the same weights, in any order.
+    /// Finds the first weight that only one of the two models has, or whose shape differs between
+    /// this model and `other`. Returns the name of this weight and two texts, first for this model,
+    /// then for `other`. Each text gives the name and shape there, or states that the weight is
+    /// missing. Returns `None` if both have the same weights, in any order.
     pub(crate) fn find_first_difference(&self, other: &[WeightShape]) -> Option<(String, String, String)> {
         /// Returns a map from the name of each tensor to the tensor.
         fn index_by_name(tensors: &[WeightShape]) -> HashMap<&str, &WeightShape> {

@@ -1,14 +1,13 @@
-//! [`PassthroughState`]: parts of a checkpoint that have no place in the state common to all
-//! formats ([`crate::TrainingState`]), and that a conversion copies unchanged.
+//! [`PassthroughState`]: the format-specific training state that a conversion copies unchanged to
+//! the new checkpoint.
 use super::model::RunFacts;
 use super::training_state::ParamGroupInfo;
 use crate::codec::pickle::PythonObject;
 use crate::tensor::Dtype;
 use std::collections::BTreeMap;
 
-/// Parts of a checkpoint that have no place in the state common to all formats
-/// ([`crate::TrainingState`]), and that a conversion copies unchanged. Fields that the format of
-/// the checkpoint lacks are empty.
+/// The format-specific training state, not contained in [`crate::TrainingState`], that a conversion
+/// copies unchanged. Fields that the format of the checkpoint lacks are empty.
 #[derive(Clone, Debug, Default)]
 pub struct PassthroughState {
     /// The parameter groups in the order of the optimizer, including values that JSON cannot

@@ -1,5 +1,5 @@
-//! [`TensorSource`]: the interface through which tensors and state are read from a checkpoint of
-//! any format.
+//! [`TensorSource`]: the trait through which tensors and the training state are read from a
+//! checkpoint of any format.
 use super::model::{TensorInfo, TextFile};
 use super::passthrough::PassthroughState;
 use super::training_state::TrainingState;
@@ -23,8 +23,8 @@ pub struct F32ReadRequest<'a> {
     pub out: &'a mut [f32],
 }
 
-/// Resizes `buffer`, and creates requests that fill it with the elements of `spans` (ranges of
-/// tensors), one range after another. A span without a tensor is filled with zeros.
+/// Creates requests to read the tensor elements that `spans` lists into `buffer`, one range after
+/// another, and resizes `buffer` to their number. A span without a tensor is filled with zeros.
 pub(crate) fn build_f32_read_requests<'a>(
     spans: impl Iterator<Item = (Option<&'a TensorInfo>, Range<u64>)> + Clone,
     buffer: &'a mut Vec<f32>,
@@ -45,8 +45,8 @@ pub(crate) fn build_f32_read_requests<'a>(
     requests
 }
 
-/// The interface through which tensors and state are read from a checkpoint of any format. Any
-/// range of elements of its floating-point tensors can be read as F32.
+/// A checkpoint of any format, from which tensors and the training state are read. Any range of
+/// elements of its floating-point tensors can be read as F32.
 pub trait TensorSource: Sync {
     /// Returns the path of the checkpoint.
     fn path(&self) -> &Path;
@@ -58,10 +58,9 @@ pub trait TensorSource: Sync {
     /// verifies the stored bytes. After an error the contents of the buffers are undefined.
     fn read_verified(&self, requests: &mut [F32ReadRequest<'_>]) -> Result<()>;
 
-    /// Reads the elements that all requests ask for into the buffers of the requests, as F32, and
-    /// may leave the verification of the stored bytes to [`TensorSource::verify_reads`]. Each byte
-    /// is then read only once. The caller must later call [`TensorSource::verify_reads`], and must
-    /// discard the elements if that call fails.
+    /// Reads the elements of all requests as F32 into their buffers, without necessarily verifying
+    /// the checksums of the stored bytes. Each byte is then read only once. The caller must later
+    /// call [`TensorSource::verify_reads`], and must discard the elements if that call fails.
     fn read_unverified(&self, requests: &mut [F32ReadRequest<'_>]) -> Result<()> {
         self.read_verified(requests)
     }
@@ -87,15 +86,16 @@ pub trait TensorSource: Sync {
         Err(CkptError::unsupported(self.path(), UnsupportedFeature::NotFloat { tensor }))
     }
 
-    /// Returns the index of the first element of the tensor `info`, from `start` on, that is not in
-    /// a hole of a sparse file. Elements in a hole are zero and need not be read. Returns the
-    /// number of elements if all are in holes. By default returns `start`.
+    /// Returns the index of the first element of the tensor `info`, at or after index `start`, that
+    /// is stored outside of holes of a sparse file. Elements in a hole are zero and need not be
+    /// read. Returns the number of elements if all are in holes. By default returns `start`.
     fn skip_file_holes(&self, info: &TensorInfo, start: u64) -> Result<u64> {
         let _ = info;
         Ok(start)
     }
 
-    /// Returns those parts of the checkpoint that a conversion to another format copies unchanged.
+    /// Returns the format-specific training state that a conversion copies unchanged to the new
+    /// checkpoint.
     fn read_passthrough(&self) -> Result<PassthroughState> {
         Ok(PassthroughState::default())
     }
@@ -118,8 +118,8 @@ pub trait TensorSource: Sync {
         false
     }
 
-    /// Returns the reason why the optimizer states that the checkpoint contains are ignored.
-    /// Returns `None` if no optimizer state is omitted.
+    /// Returns the reason why this reader ignores optimizer states that are stored in the
+    /// checkpoint. Returns `None` if no optimizer state is omitted.
     fn ignored_optimizer_reason(&self) -> Option<&str> {
         None
     }

@@ -1,5 +1,5 @@
-//! [`TrainingState`]: the state that is needed to resume a training, except its tensors, in a form
-//! common to all checkpoint formats.
+//! [`TrainingState`]: what a resumed training needs in addition to tensors, such as the step and
+//! the scheduler state, for all checkpoint formats.
 use super::model::TiedWeight;
 use diagnostic::quantity::format_count;
 use serde::{Deserialize, Serialize};
@@ -21,8 +21,8 @@ pub struct ParamGroupInfo {
     pub names: Vec<String>,
 }
 
-/// The state that is needed to resume a training, except its tensors. Values that the checkpoint
-/// does not record are `None`, null or empty.
+/// What a resumed training needs in addition to tensors, such as the step, the parameter groups and
+/// the scheduler state. Values that the checkpoint does not record are `None`, null or empty.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct TrainingState {
     /// Number of completed steps, including skipped ones.

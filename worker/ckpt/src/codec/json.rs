@@ -29,7 +29,8 @@ pub(crate) fn read_json_if_exists<T: DeserializeOwned>(
     }
 }
 
-/// Parses a JSON object. Rejects arrays, which serde accepts in place of a struct.
+/// Deserializes the text of a JSON object to the struct `T`. Rejects arrays, which serde accepts in
+/// place of a struct.
 pub(crate) fn parse_object<T: DeserializeOwned>(text: &[u8]) -> serde_json::Result<T> {
     match text.iter().find(|byte| !byte.is_ascii_whitespace()) {
         None | Some(b'{') => serde_json::from_slice(text),
@@ -37,8 +38,7 @@ pub(crate) fn parse_object<T: DeserializeOwned>(text: &[u8]) -> serde_json::Resu
     }
 }
 
-/// A JSON value that is rejected during deserialization if it contains more than `N` values, itself
-/// included.
+/// A JSON value that serde rejects if the value consists of more than `N` nested values.
 pub(crate) struct LimitedValue<const N: usize>(pub(crate) Value);
 
 impl<'de, const N: usize> Deserialize<'de> for LimitedValue<N> {

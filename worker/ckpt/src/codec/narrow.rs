@@ -30,8 +30,8 @@ impl NarrowingBuffers {
     }
 }
 
-/// Returns the index of a value that is finite in `wide` and infinite in `narrow`, the result of
-/// its conversion to the 16-bit dtype `dtype`. Returns `None` if there is no such value, or the
+/// Returns the index of the first value that is finite in `wide`, but became infinite in `narrow`
+/// by the conversion to the 16-bit dtype `dtype`. Returns `None` if there is no such value, or the
 /// dtype does not have 16 bits.
 pub(crate) fn find_overflow(dtype: Dtype, wide: &[f32], narrow: &[u8]) -> Option<usize> {
     let infinity = match dtype {

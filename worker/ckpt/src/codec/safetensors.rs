@@ -277,16 +277,16 @@ pub(crate) fn encode_header(metadata: &[(&str, String)], tensors: &[PlannedTenso
     Ok(bytes)
 }
 
-/// Encodes the header of the safetensors file in which rank `rank` stores its part of a native
-/// checkpoint (one in launch's own format). `world` is the number of ranks.
+/// Encodes the safetensors header of the checkpoint file that rank `rank` writes in launch's own
+/// format. `world` is the number of ranks.
 pub(crate) fn encode_shard_header(rank: u32, world: u32, pieces: &[PlannedTensor<'_>]) -> Result<Vec<u8>> {
     let metadata =
         [("format", "launch shard".to_owned()), ("rank", rank.to_string()), ("world", world.to_string())];
     encode_header(&metadata, pieces)
 }
 
-/// Formats the name `role/name@start` under which a rank's file of a native checkpoint (in launch's
-/// own format) stores a part of a tensor. `start` is the index of the piece's first element in the
+/// Formats the name `role/name@start` of a piece of a tensor in one rank's safetensors file, in
+/// checkpoints of launch's own format. `start` is the index of the piece's first element in the
 /// tensor.
 pub(crate) fn format_piece_key(role: TensorRole, name: &str, start: u64) -> String {
     format!("{role}/{name}@{start}")

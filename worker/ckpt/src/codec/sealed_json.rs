@@ -4,16 +4,16 @@
 use crate::hash::Hash;
 use std::ops::Range;
 
-/// Number of hexadecimal digits of the hash in a sealed JSON file.
+/// Number of hexadecimal digits of the hash at the beginning of a JSON text.
 const HASH_DIGITS: usize = 64;
 
-/// The position at which a JSON text contains the BLAKE3 hash of itself.
+/// The place in a JSON text at which the BLAKE3 hash of the text is stored.
 pub(crate) struct JsonSeal {
     /// The text before the hash, with which the file must begin.
     start: &'static str,
 }
 
-/// Why a JSON text that should contain the hash of itself is rejected.
+/// The reason for which a JSON text fails the verification of the hash that it contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SealError {
     /// The text is too short for a hash.
@@ -23,13 +23,13 @@ pub(crate) enum SealError {
 }
 
 impl JsonSeal {
-    /// The position of the hash in a JSON text that is written without spaces.
+    /// The place of the hash in a compact JSON text, which begins with `{"blake3":"`.
     pub(crate) const COMPACT: JsonSeal = JsonSeal { start: "{\"blake3\":\"" };
-    /// The position of the hash in a JSON text that is written with indentation.
+    /// The place of the hash in an indented JSON text, in which `"blake3"` is the first key.
     pub(crate) const INDENTED: JsonSeal = JsonSeal { start: "{\n  \"blake3\": \"" };
 
-    /// Returns the digits (zeros) that a JSON text must contain in place of its hash while the hash
-    /// is computed.
+    /// Returns the zeros that stand in the place of the hash in a JSON text while the hash of the
+    /// text is computed.
     pub(crate) fn empty_hash() -> String {
         "0".repeat(HASH_DIGITS)
     }
@@ -39,13 +39,13 @@ impl JsonSeal {
         self.start.len()..self.start.len() + HASH_DIGITS
     }
 
-    /// Returns true if the JSON text begins with a hash, whether or not the hash matches the text.
+    /// Returns true if the JSON text begins with a field for its hash, without verifying the hash.
     pub(crate) fn has_hash(&self, text: &[u8]) -> bool {
         text.starts_with(self.start.as_bytes()) && text.len() > self.digit_range().end
     }
 
-    /// Computes the hash of the JSON text and writes it to its place in the text. Does nothing if
-    /// the text is too short.
+    /// Computes the hash of the JSON text, and writes its digits into the hash field at the
+    /// beginning of the text. Does nothing if the text is too short.
     pub(crate) fn seal(&self, text: &mut [u8]) {
         if text.get_mut(self.digit_range()).map(|hex| hex.fill(b'0')).is_some() {
             let hash = Hash::digest(text).to_hex();

@@ -56,8 +56,8 @@ pub(crate) const DTYPE_GLOBALS: &[&str] = &[
     "torch.uint64",
     "torch.uint8",
 ];
-/// Python classes and functions, other than those of tensors, that the pickles of supported
-/// programs refer to. The reader never calls them.
+/// Python classes and functions that the pickles of HF Trainer, Accelerate, DeepSpeed and similar
+/// programs may name, except those of tensors. The reader never calls them.
 pub(crate) const PLAIN_GLOBALS: &[&str] = &[
     "__builtin__.set",
     "__builtin__.complex",
@@ -84,12 +84,12 @@ pub(crate) const PLAIN_GLOBALS: &[&str] = &[
 ];
 /// Size in bytes up to which a torch file is read into memory as a whole.
 const SMALL_FILE_BYTES: u64 = 64 << 10;
-/// Limit on the number of elements of a tensor that has more elements than its storage (an expanded
-/// tensor). Programs save small buffers in this way, such as an expanded mask.
+/// Maximum number of elements of a tensor that torch has expanded, so that it has more elements
+/// than its storage. Programs save small buffers in this way, such as an expanded mask.
 const EXPANDED_ELEMENTS_MAX: u64 = 1 << 20;
 
-/// The contents of a torch file: its values, and the byte ranges of the storages (flat arrays) to
-/// which its tensors refer.
+/// The parsed contents of a torch file: the pickled values, and the byte range of each tensor
+/// storage in the file.
 pub(crate) struct TorchFile {
     /// Size of the file in bytes.
     pub(crate) size: u64,
@@ -104,8 +104,8 @@ pub(crate) struct TorchFile {
     tree: PickleTree,
 }
 
-/// A tensor in a torch file: a range of elements of one storage (a flat array), with shape and
-/// strides.
+/// The shape, strides and dtype of a tensor in a torch file, and the position of its elements in a
+/// tensor storage of the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct TensorView {
     pub(crate) dtype: Dtype,
@@ -157,9 +157,9 @@ impl TorchFile {
             .map_err(|why| CkptError::damaged(directory.path(), name, why))
     }
 
-    /// Reads the values of a torch file that is stored in the byte range `bytes` of `file`. The
-    /// byte ranges of the returned members are relative to the start of `file`. `globals` lists the
-    /// classes and functions that the pickle may name.
+    /// Parses a torch file that is embedded in the file `file` at the byte range `bytes`, such as
+    /// in a larger checkpoint file. The byte ranges of the returned members are relative to the
+    /// start of `file`. `globals` lists the classes and functions that the pickle may name.
     pub(crate) fn open_range(
         file: &File,
         bytes: Range<u64>,
@@ -300,11 +300,10 @@ impl TorchFile {
         Ok(TensorView { dtype, shape, strides, member, offset })
     }
 
-    /// Parses the description of a storage in a pickle,
-    /// `('storage', class, key, device, elements[, view])`, where a view is
-    /// `(key, first element, elements)`. Returns the dtype, the index of the storage's member, and
-    /// the range of elements that the tensor may use. `untyped` is the dtype of the tensor if the
-    /// storage is untyped, and `None` otherwise.
+    /// Parses a pickled reference to a tensor storage, the tuple `('storage', class, key, device,
+    /// elements[, view])` that torch writes. Returns the dtype, the index of the storage's member,
+    /// and the range of elements that the tensor may use. `untyped` is the dtype of the tensor if
+    /// the storage is untyped, and `None` otherwise.
     fn resolve_storage(
         &self,
         id: PickleItems<'_>,
@@ -350,8 +349,8 @@ impl TorchFile {
 /// states it.
 const UNTYPED_STORAGE_CLASS: &str = "torch.storage.UntypedStorage";
 
-/// Fills `out` with the bytes of `content` that begin at offset `at`. Fails if `content` is too
-/// short.
+/// Copies `out.len()` bytes of `content`, starting at offset `at`, to `out`. Fails if `content` is
+/// too short.
 pub(crate) fn copy_bytes_at(content: &[u8], at: u64, out: &mut [u8]) -> std::io::Result<()> {
     let start = usize::try_from(at).ok();
     match start.and_then(|s| content.get(s..)?.get(..out.len())) {
@@ -373,7 +372,7 @@ pub(crate) fn parse_dtype(global: &str) -> Option<Dtype> {
 /// Result of reading a torch file.
 type Result<T> = std::result::Result<T, TorchFileError>;
 
-/// The error for a tensor that a pickle describes in a way that is not supported.
+/// The error for a tensor that the pickle of a torch file describes in an unsupported form.
 const UNKNOWN_TENSOR_FORM_ERROR: TorchFileError = TorchFileError::UnknownTensorForm;
 
 /// Returns the dtype of the elements of the storage class `class`: U8 for untyped storages, and

@@ -15,11 +15,11 @@ const FORMAT_VERSION: i64 = 1001;
 /// Number of bytes that are read first to parse one of the pickles of a file in torch's legacy
 /// format. Longer pickles need further reads, since the file does not state their length.
 const FIRST_READ_BYTES: u64 = 64 << 10;
-/// Limit on the number of storages (flat arrays of tensors) of a file in torch's legacy format.
+/// Maximum number of tensor storages in a file of torch's legacy format.
 const STORAGES_MAX: usize = 1 << 20;
 
-/// The contents of a torch file in the legacy format: its values, and the byte ranges of its
-/// storages (flat arrays of tensors).
+/// The parsed contents of a torch file in the legacy format: the pickled values, and the byte range
+/// of each tensor storage in the file.
 pub(super) struct LegacyFile {
     pub(super) tree: PickleTree,
     /// The storages, as members without CRC-32s.
@@ -29,8 +29,8 @@ pub(super) struct LegacyFile {
 /// The result of reading a torch file in the legacy format.
 type Result<T> = std::result::Result<T, TorchFileError>;
 
-/// Parses a torch file of `size` bytes in the legacy format, and finds out where its storages
-/// begin. `read_at(offset, buffer)` must fill the buffer with the bytes at the offset. `globals`
+/// Parses the pickles of a torch file of `size` bytes in the legacy format, and locates its tensor
+/// storages. `read_at(offset, buffer)` must fill the buffer with the bytes at the offset. `globals`
 /// lists the classes and functions that the pickles may name. `width(class)` must return the bytes
 /// per element of a storage class, or `None` for an unknown class.
 pub(super) fn parse_legacy_file(
@@ -68,9 +68,9 @@ pub(super) fn parse_legacy_file(
     }
 }
 
-/// Finds where a torch file in the legacy format stores the data of the storage (flat array of
-/// tensors) with the key `key`. At offset `at`, the file has the number of elements, and then the
-/// data of `bytes` bytes. Moves `at` to the end of the data.
+/// Determines which byte range of a torch file in the legacy format contains the elements of the
+/// tensor storage with the key `key`. At offset `at`, the file has the number of elements, and then
+/// the data of `bytes` bytes. Moves `at` to the end of the data.
 ///
 /// # Errors
 ///
@@ -100,9 +100,9 @@ fn locate_storage(
     Ok(ZipMember { name: format!("data/{key}"), data: start..end, crc: None })
 }
 
-/// Lists the storages that the pickled values refer to: by the key of the storage, the number of
-/// its elements and its size in bytes. `width(class)` must return the bytes per element of a
-/// storage class, or `None` for an unknown class.
+/// Lists the tensor storages to which a torch file's pickle refers, with the number of elements and
+/// the size in bytes of each one. `width(class)` must return the bytes per element of a storage
+/// class, or `None` for an unknown class.
 fn list_described_storages(
     tree: &PickleTree,
     width: impl Fn(&str) -> Option<u64>,
@@ -125,7 +125,8 @@ fn list_described_storages(
     Ok(found)
 }
 
-/// Reads the pickle at offset `at` of a file of `size` bytes, and moves `at` to the pickle's end.
+/// Parses the pickle that begins at offset `at` of a file of `size` bytes, and sets `at` to the
+/// offset of the pickle's end.
 fn read_next_pickle(
     at: &mut u64,
     size: u64,

@@ -23,7 +23,7 @@ const MEMBER_FLAGS: u16 = 0x0808;
 /// files faster.
 const DIRECT_IO_BYTES_MIN: u64 = 1 << 20;
 
-/// The entry of a completed zip member in the list of members at the end of the container: name,
+/// What the central directory of the zip container must list about a completed member: name,
 /// CRC-32, size and offset.
 struct WrittenZipMember {
     name: String,
@@ -101,9 +101,9 @@ impl TorchWriter {
         self.end_member()
     }
 
-    /// Begins the zip member that contains the data of the next storage (flat array of a tensor).
-    /// The caller must write the storages in the order of their indices, and end each member before
-    /// the next one begins.
+    /// Begins the zip member `data/N` for the data of tensor storage number N, which is the next
+    /// one that has not been written. The caller must write the storages in the order of their
+    /// indices, and end each member before the next one begins.
     pub(crate) fn begin_storage(&mut self) -> Result<()> {
         let name = format!("data/{}", self.storages);
         self.storages += 1;
@@ -169,9 +169,10 @@ impl TorchWriter {
         self.write_bytes(&descriptor)
     }
 
-    /// Completes the file: writes the remaining zip members and the central directory (the list of
-    /// members). The caller must have ended the previous member. The file is durable only after its
-    /// file system has been synced. Returns the size and the hash of the file.
+    /// Completes the torch file: writes the members that torch expects after the tensors, and the
+    /// central directory of the zip container. The caller must have ended the previous member. The
+    /// file is durable only after its file system has been synced. Returns the size and the hash of
+    /// the file.
     pub(crate) fn finish(mut self) -> Result<WrittenFile> {
         self.write_member("version", b"3\n")?;
         let id = self.members.iter().fold(crc32fast::Hasher::new(), |mut h, m| {

@@ -99,14 +99,14 @@ fn read_u16_zero_padded(bytes: &[u8], at: usize) -> u64 {
     bytes.get(at..at + 2).map_or(0, |b| u64::from(u16::from_le_bytes([b[0], b[1]])))
 }
 
-/// Reads a little-endian u32 from `bytes` at offset `at`, in which 16-bit halves beyond the end of
-/// `bytes` count as 0.
+/// Reads a little-endian u32 from `bytes` at offset `at`, and takes missing bytes after the end of
+/// `bytes` as 0.
 fn read_u32_zero_padded(bytes: &[u8], at: usize) -> u64 {
     read_u16_zero_padded(bytes, at) | read_u16_zero_padded(bytes, at + 2) << 16
 }
 
-/// Reads a little-endian u64 from `bytes` at offset `at`, in which 16-bit quarters beyond the end
-/// of `bytes` count as 0.
+/// Reads a little-endian u64 from `bytes` at offset `at`, and takes missing bytes after the end of
+/// `bytes` as 0.
 fn read_u64_zero_padded(bytes: &[u8], at: usize) -> u64 {
     read_u32_zero_padded(bytes, at) | read_u32_zero_padded(bytes, at + 4) << 32
 }
@@ -208,8 +208,8 @@ fn parse_directory_entry(bytes: &[u8]) -> Result<(ZipMember, usize)> {
     Ok((ZipMember { name: name.to_owned(), data, crc: Some(read_u32_zero_padded(bytes, 16) as u32) }, used))
 }
 
-/// Returns the 64-bit numbers in the zip64 field of a zip member's extra fields. Returns an empty
-/// list if there is no zip64 field.
+/// Returns the 64-bit sizes and offsets that the zip64 extra field of a zip member contains.
+/// Returns an empty list if there is no zip64 field.
 fn parse_zip64_fields(mut extra: &[u8]) -> Vec<u64> {
     while extra.len() >= 4 {
         let (id, len) = (read_u16_zero_padded(extra, 0), read_u16_zero_padded(extra, 2) as usize);
@@ -234,8 +234,8 @@ fn check_member_name(name: &str) -> Result<()> {
     }
 }
 
-/// Returns the byte range of a zip member's content, which follows the header in front of it (local
-/// header). Fails if the header does not match the member, or if the content ends after the offset
+/// Reads the local header of a zip member, and returns the byte range of the content after this
+/// header. Fails if the header does not match the member, or if the content ends after the offset
 /// `limit`.
 fn locate_member_data(
     member: &ZipMember,

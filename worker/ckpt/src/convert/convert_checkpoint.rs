@@ -84,8 +84,8 @@ pub(crate) fn convert_into_directory(
     Ok(make_report(dir.to_owned(), state, &plan, 0))
 }
 
-/// Reads the state of the checkpoint `source`, and plans which files a conversion of this
-/// checkpoint will write. Links to other files of the source are not planned.
+/// Reads the training state of the checkpoint `source`, and determines the path and content of
+/// every file that the conversion will write. Links to other files of the source are not planned.
 fn plan_conversion(source: &dyn TensorSource, options: &ConvertOptions) -> Result<(SourceState, OutputPlan)> {
     options.check_limits()?;
     source.require_all_weights()?;

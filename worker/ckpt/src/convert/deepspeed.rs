@@ -21,8 +21,9 @@ const STAGE_ENUM_CLASS: &str = "deepspeed.runtime.zero.config.ZeroStageEnum";
 /// Name of DeepSpeed's Python class for the address of a parameter in a flat array.
 const FRAGMENT_ADDRESS_CLASS: &str = "deepspeed.utils.tensor_fragment.fragment_address";
 
-/// The parameters that DeepSpeed concatenates in one flat array of a ZeRO checkpoint. These are all
-/// parameters of a group at stages 1 and 2, and the parameters of a sub-group at stage 3.
+/// Consecutive parameters of a parameter group that DeepSpeed concatenates to one flat array in its
+/// optimizer files. These are all parameters of a group at stages 1 and 2, and the parameters of a
+/// sub-group at stage 3.
 struct FlatGroup {
     /// Index of the parameter group.
     group: usize,
@@ -86,9 +87,9 @@ pub(super) fn add_default_options(state: &mut SourceState) {
     }
 }
 
-/// Divides the parameters of each group into the flat arrays in which DeepSpeed stores them. At
-/// stage 3 splits each group into sub-groups of `sub_group_size` elements per rank, by DeepSpeed's
-/// algorithm.
+/// Determines which consecutive parameters of each parameter group DeepSpeed concatenates to one
+/// flat array. At stage 3 splits each group into sub-groups of `sub_group_size` elements per rank,
+/// by DeepSpeed's algorithm.
 ///
 /// # Errors
 /// Fails if the parameters of a flat group had different numbers of updates.
@@ -124,15 +125,15 @@ fn count_elements_per_rank(state: &SourceState, tensor: usize) -> u64 {
 }
 
 impl FlatGroup {
-    /// Returns the weights in this flat array, each as its index in the source checkpoint's list of
-    /// tensors.
+    /// Returns the indices, in the source checkpoint's list of tensors, of the weights that this
+    /// flat array contains.
     fn weight_indices<'a>(&self, state: &'a SourceState) -> &'a [usize] {
         &state.groups[self.group].weights[self.members.clone()]
     }
 }
 
-/// Finds for each weight in `weights` the tensor with the role `role`, such as one of its optimizer
-/// states, and returns the indices of these tensors. Skips weights without such a tensor.
+/// Returns the indices of the source tensors that store the state `role` (such as Adam's first
+/// moment) of the weights `weights`. Skips weights without such a tensor.
 fn find_role_tensors(state: &SourceState, weights: &[usize], role: TensorRole) -> Vec<usize> {
     match role {
         TensorRole::Weight => weights.to_vec(),
@@ -140,9 +141,9 @@ fn find_role_tensors(state: &SourceState, weights: &[usize], role: TensorRole) -
     }
 }
 
-/// Returns which elements of source tensors are in the range `range` of the array that results when
-/// `tensors` (indices of source tensors) are concatenated. If the range ends after the last tensor,
-/// zeros fill the rest.
+/// Returns the source elements that fill the range `range` of a flat array, the concatenation of
+/// the source tensors with the indices `tensors`. If the range ends after the last tensor, zeros
+/// fill the rest.
 fn plan_concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<u64>) -> Vec<StorageSpan> {
     let inside = intersect_concatenation(state, tensors, range.clone());
     let mut spans: Vec<StorageSpan> =
@@ -152,9 +153,10 @@ fn plan_concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<
     spans
 }
 
-/// Finds the tensors that overlap with the range `range` of an array, which is the concatenation of
-/// `tensors` (indices of source tensors). Returns for each tensor in the range its index, the
-/// position of its first such element within the range, and its elements in the range.
+/// Determines which elements of which source tensors fill the range `range` of a flat array, the
+/// concatenation of the tensors with the indices `tensors`. Returns for each tensor in the range
+/// its index, the position of its first such element within the range, and its elements in the
+/// range.
 fn intersect_concatenation(
     state: &SourceState,
     tensors: &[usize],
@@ -172,8 +174,8 @@ fn intersect_concatenation(
     found
 }
 
-/// Returns which elements of a source tensor a rank stores at ZeRO stage 3. Zeros pad the slice to
-/// the length that all ranks store.
+/// Returns the range of elements of one source tensor that the rank `rank` stores at ZeRO stage 3,
+/// and the number of zeros after them. Zeros pad the slice to the length that all ranks store.
 fn plan_rank_slice(state: &SourceState, tensor: usize, rank: u32) -> Vec<StorageSpan> {
     let (count, share) = (state.element_count(tensor), count_elements_per_rank(state, tensor));
     let from = (u64::from(rank) * share).min(count);
@@ -204,9 +206,9 @@ fn make_loss_scaler(state: &SourceState) -> PythonObject {
     PythonObject::new_instance(DYNAMIC_LOSS_SCALER_CLASS, attributes)
 }
 
-/// Returns the value that DeepSpeed's optimizer file in the converted checkpoint gets under the key
-/// `key`: that of the source checkpoint, or a default. Takes the value from the source, or the
-/// default of this key if the source lacks the entry.
+/// Returns the value for the key `key` of a DeepSpeed optimizer file, as the source checkpoint
+/// stores it or with a default value. Takes the value from the source, or the default of this key
+/// if the source lacks the entry.
 fn make_optimizer_file_entry(state: &SourceState, key: &str) -> PythonObject {
     state.passthrough.deepspeed_optimizer_entry(key).cloned().unwrap_or_else(|| match key {
         "loss_scaler" => make_loss_scaler(state),
@@ -230,9 +232,9 @@ fn make_zero_stage_object(stage: u8) -> PythonObject {
     PythonObject::Call { function: STAGE_ENUM_CLASS.into(), args: vec![PythonObject::Int(stage.into())] }
 }
 
-/// Creates the `state_dict` of torch's optimizer for the optimizer file of one rank, and adds the
-/// data of its tensors to the file's planned `storages` (flat arrays). `spans(flat, role)` must
-/// return the elements that the rank stores of the tensors of this role in a flat group.
+/// Creates the `state_dict` of torch's optimizer for one rank's optimizer file, and adds the
+/// tensors in it to `storages`. `spans(flat, role)` must return the elements that the rank stores
+/// of the tensors of this role in a flat group.
 fn make_optimizer_state(
     state: &SourceState,
     flats: &[FlatGroup],
@@ -323,10 +325,9 @@ fn plan_stage12_optimizer_file(
     plan_optimizer_file(state, storages, optimizer, path)
 }
 
-/// Returns the address of each parameter in one rank's part of a flat array: the position of its
-/// first element in the part, and the number of its elements there. `weights` are the parameters of
-/// the flat array, and `range` is the range of its elements in the piece. Leaves out parameters
-/// without elements in the piece.
+/// Returns a Python dict with the position and the number of each parameter's elements in one
+/// rank's part of a flat array. `weights` are the parameters of the flat array, and `range` is the
+/// range of its elements in the piece. Leaves out parameters without elements in the piece.
 fn make_fragment_addresses(state: &SourceState, weights: &[usize], range: Range<u64>) -> PythonObject {
     let address = |(weight, start, elements): (usize, u64, Range<u64>)| {
         let address = [
@@ -365,9 +366,9 @@ fn plan_stage3_optimizer_file(state: &SourceState, flats: &[FlatGroup], rank: u3
     plan_optimizer_file(state, storages, optimizer, path)
 }
 
-/// Plans a DeepSpeed optimizer file at `path`, whose main content is `optimizer`, the Python dict
-/// with the optimizer's state. The file contains the dict `optimizer` together with DeepSpeed's
-/// config and version. `storages` are the storages to which tensors in `optimizer` refer.
+/// Plans the DeepSpeed optimizer file at `path`, whose entry `optimizer_state_dict` is the dict
+/// `optimizer`. The file contains the dict `optimizer` together with DeepSpeed's config and
+/// version. `storages` are the storages to which tensors in `optimizer` refer.
 fn plan_optimizer_file(
     state: &SourceState,
     mut storages: StorageBuilder,
@@ -382,8 +383,8 @@ fn plan_optimizer_file(
     storages.into_file_plan(path, value)
 }
 
-/// Returns the DeepSpeed config of the converted checkpoint: that of the source checkpoint, with
-/// the stage and the batch size of the converted one.
+/// Returns the source checkpoint's DeepSpeed config with the ZeRO stage and the global batch size
+/// replaced by those of the converted checkpoint.
 fn make_deepspeed_config(state: &SourceState) -> PythonObject {
     let source = state.passthrough.deepspeed_model_entry("ds_config");
     let empty = PythonObject::Dict(Vec::new());
@@ -403,7 +404,8 @@ fn make_deepspeed_config(state: &SourceState) -> PythonObject {
     config
 }
 
-/// Returns a Python dict that maps the name of each weight in `weights` to its shape, in order.
+/// Returns a Python `OrderedDict` with the name and the shape of each weight in `weights`, in the
+/// order of `weights`.
 pub(super) fn make_shape_dict(state: &SourceState, weights: &[usize]) -> PythonObject {
     PythonObject::ordered_dict_from_pairs(
         weights.iter().map(|&w| (state.tensor_name(w), PythonObject::Size(state.tensors[w].shape.clone()))),
@@ -425,9 +427,9 @@ fn choose_module_dtype(state: &SourceState, weight: usize) -> Dtype {
     }
 }
 
-/// Adds all elements of a tensor of the source checkpoint to a planned torch file, as a storage
-/// (flat array), and returns the Python tensor that refers to it. A floating-point tensor is
-/// converted to `dtype`. Other tensors keep their dtype.
+/// Plans to store all elements of one source tensor in a torch file, and returns the Python tensor
+/// for the file's pickle. A floating-point tensor is converted to `dtype`. Other tensors keep their
+/// dtype.
 pub(super) fn add_full_tensor(
     state: &SourceState,
     storages: &mut StorageBuilder,
@@ -505,9 +507,8 @@ fn plan_model_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: St
     storages.into_file_plan(path, PythonObject::dict_from_pairs(pairs))
 }
 
-/// Returns the entries of a DeepSpeed model file: the model's `state_dict` `module`, the names and
-/// shapes of the parameters (`groups`), the frozen weights with their values, and the entries of
-/// DeepSpeed's engine.
+/// Returns the keys and values of a DeepSpeed model file, such as the model's `state_dict` and the
+/// shapes of the parameters.
 pub(super) fn make_model_entries(
     state: &SourceState,
     storages: &mut StorageBuilder,

@@ -1,5 +1,4 @@
-//! [`FilePlan`]: what one output file of a conversion will contain: Python values, and elements of
-//! tensors of the source checkpoint.
+//! [`FilePlan`]: the path and the planned content of one output file of a conversion.
 use crate::codec::pickle::{PythonObject, StoredTensor};
 use crate::tensor::Dtype;
 use std::ops::Range;
@@ -13,8 +12,8 @@ pub(super) struct FilePlan {
     pub(super) content: FileContent,
 }
 
-/// What an output file of a conversion will contain: a torch file, a rank's file (shard) in
-/// launch's own format, a small file, or a link.
+/// The planned content of an output file: torch data, a rank's shard in launch's own format, given
+/// bytes, or a link to another file.
 pub(super) enum FileContent {
     /// A file in the zip format of `torch.save`.
     Torch(TorchFilePlan),
@@ -26,8 +25,8 @@ pub(super) enum FileContent {
     LinkTo(PathBuf),
 }
 
-/// A range of a source tensor's elements that a rank's file in launch's own (native) format will
-/// store, with the dtype `dtype`.
+/// A range of elements of a source tensor, and the dtype with which one rank's file in launch's own
+/// format will store them.
 #[derive(Clone)]
 pub(super) struct PlannedShardPiece {
     /// Index of the tensor in the source checkpoint.
@@ -38,7 +37,7 @@ pub(super) struct PlannedShardPiece {
 }
 
 impl PlannedShardPiece {
-    /// Returns the number of elements in this range of a source tensor.
+    /// Returns the number of elements of the source tensor that this piece contains.
     pub(super) fn element_count(&self) -> u64 {
         self.elements.end - self.elements.start
     }
@@ -49,22 +48,22 @@ impl PlannedShardPiece {
     }
 }
 
-/// What a torch file will contain: its Python value, and the storages (flat arrays) to which
-/// tensors in the value refer.
+/// The planned content of a torch file: its pickled Python value, and the tensor storages to which
+/// the value refers.
 pub(super) struct TorchFilePlan {
     pub(super) value: PythonObject,
     pub(super) storages: Vec<PlannedStorage>,
 }
 
-/// A storage (flat array to which tensors refer) that a torch file of the converted checkpoint will
-/// contain.
+/// A tensor storage of a torch file that the conversion will write: its dtype, and where its
+/// elements come from.
 pub(super) struct PlannedStorage {
     pub(super) dtype: Dtype,
     pub(super) spans: Vec<StorageSpan>,
 }
 
-/// Where consecutive elements of a storage (flat array) of a torch file come from: a source tensor,
-/// or given values.
+/// The origin of consecutive elements in an output file's tensor storage: a tensor of the source
+/// checkpoint, zeros, or given bytes.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum StorageSpan {
     /// Elements of the source tensor with this index, converted to the storage's dtype.
@@ -91,7 +90,7 @@ impl PlannedStorage {
 }
 
 impl StorageSpan {
-    /// Returns the number of elements in this part of a storage (flat array), whose dtype is
+    /// Returns the number of elements that this span contributes to a tensor storage of the dtype
     /// `dtype`.
     fn element_count(&self, dtype: Dtype) -> u64 {
         match self {
@@ -103,8 +102,8 @@ impl StorageSpan {
 }
 
 impl FilePlan {
-    /// Returns the number of bytes of tensor data in a planned torch file or shard, or the size of
-    /// a small file. Returns 0 for a link.
+    /// Returns the size in bytes of the planned file, which for a torch file or a rank's shard
+    /// counts only the tensor data. Returns 0 for a link.
     pub(super) fn size_in_bytes(&self) -> u64 {
         match &self.content {
             FileContent::Torch(plan) => plan.size_in_bytes(),
@@ -122,21 +121,20 @@ impl FilePlan {
 }
 
 impl TorchFilePlan {
-    /// Returns the total size in bytes of the storages (flat arrays) that the torch file will
-    /// contain.
+    /// Returns the total size in bytes of the tensor storages that the torch file will contain.
     pub(super) fn size_in_bytes(&self) -> u64 {
         self.storages.iter().map(PlannedStorage::size_in_bytes).sum()
     }
 }
 
-/// Collects the storages (flat arrays) of one torch file while the caller builds the Python value
-/// that refers to them.
+/// The list of tensor storages that a torch file will contain, to which callers add one storage for
+/// each tensor of the pickled value.
 #[derive(Default)]
 pub(super) struct StorageBuilder(Vec<PlannedStorage>);
 
 impl StorageBuilder {
-    /// Adds a storage (flat array) with the planned content `spans` to the torch file, and returns
-    /// a Python tensor of the shape `shape` that refers to the storage.
+    /// Adds a tensor with the shape `shape` and the elements `spans` to the planned torch file, and
+    /// returns the Python tensor for its pickle.
     pub(super) fn add_tensor(
         &mut self,
         dtype: Dtype,
@@ -155,22 +153,23 @@ impl StorageBuilder {
         })
     }
 
-    /// Adds an F32 storage (flat array) with the planned content `spans` to the torch file, and
-    /// returns a one-dimensional Python tensor of all its elements.
+    /// Adds a one-dimensional F32 tensor with the elements `spans` to the planned torch file, and
+    /// returns the Python tensor for its pickle.
     pub(super) fn add_flat_tensor(&mut self, spans: Vec<StorageSpan>) -> PythonObject {
         let n = spans.iter().map(|s| s.element_count(Dtype::F32)).sum();
         self.add_tensor(Dtype::F32, vec![n], spans)
     }
 
-    /// Adds a storage (flat array) with `value` as its only element to the torch file, and returns
-    /// an F32 tensor of shape `[]` that refers to it.
+    /// Adds an F32 tensor of shape `[]` with the element `value` to the planned torch file, and
+    /// returns the Python tensor for its pickle.
     pub(super) fn add_scalar(&mut self, value: f64) -> PythonObject {
         let bytes: Arc<[u8]> = (value as f32).to_le_bytes().into();
         self.add_tensor(Dtype::F32, Vec::new(), vec![StorageSpan::Bytes(bytes)])
     }
 
-    /// Converts `value`, which was read from another torch file, to a value that the planned torch
-    /// file can store. Tensors in the value get storages in this file.
+    /// Returns a copy of `value`, a value of another torch file, in which each tensor refers to
+    /// data that the planned torch file will contain. Tensors in the value get storages in this
+    /// file.
     pub(super) fn import_value(&mut self, value: &PythonObject) -> PythonObject {
         let pairs = |this: &mut StorageBuilder, pairs: &[(PythonObject, PythonObject)]| {
             pairs.iter().map(|(k, v)| (k.clone(), this.import_value(v))).collect()
@@ -187,8 +186,8 @@ impl StorageBuilder {
         }
     }
 
-    /// Returns the plan of a torch file at `path` that contains `value` and the collected storages
-    /// (flat arrays).
+    /// Returns the plan of a torch file at `path` with the pickled value `value` and all tensor
+    /// storages that were added to this builder.
     pub(super) fn into_file_plan(self, path: String, value: PythonObject) -> FilePlan {
         FilePlan { path, content: FileContent::Torch(TorchFilePlan { value, storages: self.0 }) }
     }

@@ -20,8 +20,8 @@ pub(super) fn is_torch_file_intact(file: &fs::File, size: u64, expected: Hash) -
     Some(hasher.finish() == expected)
 }
 
-/// Returns true if every block of a rank's file (shard) still matches its hash in `shard`, which
-/// was recorded when the file was written. Returns `None` if the file cannot be read.
+/// Returns true if every 1 MiB block of a rank's file still has the hash that `shard` recorded when
+/// the file was written. Returns `None` if the file cannot be read.
 pub(super) fn is_shard_intact(file: &fs::File, size: u64, shard: &ShardReport) -> Option<bool> {
     let mut buffer = vec![0u8; BLOCK_BYTES];
     let mut at = 0;

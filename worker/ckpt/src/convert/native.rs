@@ -53,8 +53,8 @@ pub(super) fn plan_native(state: &mut SourceState) -> OutputPlan {
     OutputPlan { files, stage: Some(state.stage), world: state.world }
 }
 
-/// Chooses the dtype in which a checkpoint in launch's own (native) format stores a tensor: BF16
-/// for a weight that a native source checkpoint stores as BF16, and F32 for all other tensors.
+/// Returns BF16 if a source checkpoint in launch's own format stores the tensor as a BF16 weight,
+/// and F32 for any other tensor.
 fn choose_shard_dtype(state: &SourceState, tensor: usize) -> Dtype {
     let TensorInfo { role, dtype, .. } = &state.tensors[tensor];
     let is_bf16_master =
@@ -62,8 +62,8 @@ fn choose_shard_dtype(state: &SourceState, tensor: usize) -> Dtype {
     if is_bf16_master { Dtype::BF16 } else { Dtype::F32 }
 }
 
-/// Writes the manifest (table of contents) of a checkpoint that was converted to launch's own
-/// format. `dir` is the output directory, and `done` the result of writing all shards.
+/// Writes `manifest.json` of a checkpoint that was converted to launch's own format. `dir` is the
+/// output directory, and `done` the result of writing all shards.
 pub(super) fn write_native_manifest(
     state: &mut SourceState,
     plan: &OutputPlan,
@@ -75,9 +75,10 @@ pub(super) fn write_native_manifest(
     write_manifest(&dir.join(step_dir_name(state.step)), facts, shards, None).map(|_| ())
 }
 
-/// Returns what the manifest of a converted checkpoint records about the run and its training
-/// state. Copies the facts of a native source with the new number of ranks, and derives facts from
-/// an external source. Adds a notice to `state` if the source's data order is unknown.
+/// Returns the facts about the run, such as its step and ZeRO stage, that the manifest of the
+/// converted checkpoint will contain. Copies the facts of a native source with the new number of
+/// ranks, and derives facts from an external source. Adds a notice to `state` if the source's data
+/// order is unknown.
 fn make_run_facts(state: &mut SourceState, plan: &OutputPlan) -> RunFacts {
     let program = format!("launch {}", env!("CARGO_PKG_VERSION"));
     let stage = plan.stage.unwrap_or(state.stage);

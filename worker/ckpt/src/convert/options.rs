@@ -41,8 +41,8 @@ pub struct ConvertOptions {
     pub force: bool,
 }
 
-/// The smallest limit in bytes that [`ConvertOptions::memory`] may set for the memory of a
-/// conversion.
+/// The smallest value in bytes of the option [`ConvertOptions::memory`], which limits the memory
+/// that a conversion uses.
 const MEMORY_BYTES_MIN: u64 = 64 << 20;
 /// The largest number of ranks for which a checkpoint can be converted.
 pub(super) const WORLD_SIZE_MAX: u32 = 65_536;

@@ -39,8 +39,8 @@ const FINISHED_LIST_FILE_BYTES_MAX: u64 = 1 << 30;
 /// How many levels of subdirectories of the source checkpoint are checked for changes.
 const SOURCE_DEPTH_MAX: u32 = 4;
 
-/// What is recorded about a file that a conversion has completed (path, size and hash), one line of
-/// the file `.done`.
+/// The path, size and hash of a file that a conversion has completed, as one line of the list
+/// `.done` stores them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct FinishedFile {
     pub(super) path: String,
@@ -65,9 +65,9 @@ pub(super) struct ConvertOutput {
 }
 
 impl ConvertOutput {
-    /// Creates and locks the hidden directory next to `out` in which a conversion writes, or reuses
-    /// that of an interrupted conversion with the same source and options. `bytes` is the size of
-    /// all tensors to write.
+    /// Creates and locks the hidden output directory of a conversion next to `out`, or reuses that
+    /// of an interrupted conversion with equal source and options. `bytes` is the size of all
+    /// tensors to write.
     ///
     /// # Errors
     /// Fails if `out` can't be replaced, another conversion is writing to `out`, or the file system
@@ -106,9 +106,8 @@ impl ConvertOutput {
         Ok(output)
     }
 
-    /// Makes the existing directory `dir` the output of a conversion, for a caller that gives the
-    /// directory its final name, or removes it, afterwards. Fails if the file system has too little
-    /// space for `bytes`.
+    /// Uses the existing directory `dir` as the output of a conversion, without a hidden directory
+    /// or a final rename. Fails if the file system has too little space for `bytes`.
     pub(super) fn open_existing_directory(dir: &Path, bytes: u64) -> Result<ConvertOutput> {
         require_space(dir, bytes)?;
         let (dir, path) = (dir.to_owned(), dir.to_owned());
@@ -194,8 +193,8 @@ fn require_space(dir: &Path, bytes: u64) -> Result<()> {
     disk::require_free_bytes(dir, bytes.saturating_add(bytes / 500).saturating_add(OVERHEAD_BYTES))
 }
 
-/// Reads what an interrupted conversion had to do (its source and options) from `.task.json` in its
-/// hidden directory `dir`. Returns `None` if `dir` has no valid description.
+/// Reads the description of an interrupted conversion, which consists of source and options, from
+/// `.task.json` in the hidden directory `dir`. Returns `None` if `dir` has no valid description.
 fn read_conversion_task(dir: &Path) -> Option<Value> {
     let task = read_json::<LimitedValue<TASK_FILE_VALUES_MAX>>(
         &Directory::open(dir).ok()?,
@@ -215,8 +214,8 @@ fn read_finished_files(dir: &Path) -> HashMap<String, FinishedFile> {
     lines.map(|f| (f.path.clone(), f)).collect()
 }
 
-/// Returns a JSON description of everything that determines the output of a conversion, so that
-/// only the same conversion reuses its files. This is the version of launch, the source with a
+/// Returns a JSON description of a conversion's source and options, by which a later start
+/// recognizes the files of the same conversion. This is the version of launch, the source with a
 /// fingerprint of its files, and the options.
 fn describe_conversion_task(source: &dyn TensorSource, options: &ConvertOptions) -> Result<Value> {
     let path = source.path().canonicalize().map_err(CkptError::io("look at", source.path()))?;

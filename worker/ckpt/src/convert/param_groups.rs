@@ -53,9 +53,9 @@ pub fn find_ungrouped_weights(source: &dyn TensorSource) -> Result<UngroupedWeig
     Ok(UngroupedWeights { names, groups: groups.len() })
 }
 
-/// Returns the parameter groups that the source checkpoint records, in which the names of the
-/// weights may be missing. Takes the groups out of `passthrough`, or makes them from `state` if
-/// `passthrough` has no groups.
+/// Returns the optimizer's parameter groups of the source checkpoint, which may record only the
+/// hyper-parameters of a group and not its weights. Takes the groups out of `passthrough`, or makes
+/// them from `state` if `passthrough` has no groups.
 pub(super) fn take_recorded_groups(
     state: &TrainingState,
     passthrough: &mut PassthroughState,
@@ -68,8 +68,8 @@ pub(super) fn take_recorded_groups(
     groups
 }
 
-/// Returns the names of the weights for which the checkpoint stores an optimizer state, in the
-/// order in which it lists its tensors.
+/// Returns the names of the weights that have an optimizer state in the checkpoint, in the order of
+/// the list `tensors`.
 fn find_trained_weights(tensors: &[TensorInfo]) -> Vec<String> {
     let states = tensors.iter().filter(|t| t.role.is_optimizer_state());
     let names: HashSet<&str> = states.map(|t| t.name.as_str()).collect();
@@ -77,8 +77,8 @@ fn find_trained_weights(tensors: &[TensorInfo]) -> Vec<String> {
     weights.map(|t| t.name.clone()).collect()
 }
 
-/// Returns true if all trained weights belong to a single group: there is at most one group, and no
-/// group lists names.
+/// Returns true if the source checkpoint has at most one parameter group, and records no weight
+/// names for this group.
 fn is_single_unnamed_group(groups: &[ParamGroup]) -> bool {
     groups.len() <= 1 && groups.iter().all(|g| g.names.is_empty())
 }
@@ -89,10 +89,10 @@ fn find_weights_without_group(groups: &[ParamGroup], trained: &[String]) -> Vec<
     trained.iter().filter(|name| !grouped.contains(name.as_str())).cloned().collect()
 }
 
-/// Adds the trained weights that no parameter group lists to `groups`, and stores the number of
-/// updates of each weight, which `steps` contains. If there is a single group without names, this
-/// group gets all these weights. Otherwise `options.groups` assigns them. If `options.groups` is
-/// empty, returns them as ungrouped, which only a native target allows.
+/// Assigns every trained weight that the source checkpoint lists in no parameter group to one of
+/// `groups`, according to the user's options. If there is a single group without names, this group
+/// gets all these weights. Otherwise `options.groups` assigns them. If `options.groups` is empty,
+/// returns them as ungrouped, which only a native target allows.
 ///
 /// # Errors
 /// Fails if the target needs names or an order that neither the checkpoint nor the options provide,
@@ -135,8 +135,8 @@ pub(super) fn assign_weights_to_groups(
     }
 }
 
-/// Checks the user's choice of a parameter group for each weight that has none: fails if a weight
-/// is left out or needs no choice, or if a chosen group does not exist.
+/// Fails if the user's assignment of weights to parameter groups is missing, contains a weight that
+/// needs none, or names an unknown group.
 fn check_group_options(
     groups: &[ParamGroup],
     ungrouped: &[String],
@@ -188,8 +188,8 @@ fn sort_by_registration(group: &mut ParamGroup, orders: &[Vec<&str>]) -> bool {
 }
 
 impl ParamGroupSet<ParamGroup> {
-    /// Replaces the weights' names in these parameter groups by indices in the source checkpoint's
-    /// list of tensors. Unknown update counts become `step`.
+    /// Replaces each weight name in the parameter groups by the index of the weight in `tensors`,
+    /// the source checkpoint's list of tensors. Unknown update counts become `step`.
     ///
     /// # Errors
     /// Fails if `index` lacks the tensor of a weight, or its optimizer state of a role in `roles`.

@@ -1,5 +1,5 @@
-//! [`SourceState`]: what a conversion reads from the source checkpoint, in a form from which the
-//! files of every target format are planned.
+//! [`SourceState`]: the tensors and the training state of the checkpoint to convert, from which the
+//! output files of every target format are planned.
 use super::notice::ConvertNotice;
 use super::options::{ConvertOptions, ConvertTarget, WORLD_SIZE_MAX};
 use super::param_groups::{self, IndexedParamGroup, ParamGroupSet};
@@ -13,18 +13,18 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::PathBuf;
 
-/// Limit on the number of ranks times the number of tensors of a converted checkpoint, which an
-/// untrusted source checkpoint must not exceed unless the user has chosen the number of ranks.
+/// Maximum product of the number of ranks, as an untrusted source checkpoint records it, and the
+/// number of its tensors.
 const RANKS_TIMES_TENSORS_MAX: u64 = 4 << 20;
-/// Number that is added to the number of tensors, before it is multiplied by the number of ranks
-/// and compared with [`RANKS_TIMES_TENSORS_MAX`].
+/// Constant added to the number of tensors in the check against [`RANKS_TIMES_TENSORS_MAX`], which
+/// limits the ranks of checkpoints with few tensors.
 const EXTRA_TENSORS_PER_RANK: u64 = 64;
 /// The DeepSpeed version that a converted checkpoint claims if the source checkpoint does not
 /// record one.
 const DEEPSPEED_VERSION: &str = "0.19.8";
 
-/// The tensors and the training state of the checkpoint that a conversion reads, completed with the
-/// options of the conversion. Fields refer to tensors by their indices in `tensors`.
+/// The tensors and the training state of the checkpoint to convert, in which options of the
+/// conversion replace missing values. Fields refer to tensors by their indices in `tensors`.
 pub(super) struct SourceState {
     pub(super) path: PathBuf,
     pub(super) tensors: Vec<TensorInfo>,
@@ -68,8 +68,8 @@ pub(super) struct SourceState {
 }
 
 impl SourceState {
-    /// Reads the state of the checkpoint `source` and completes it with the options of the
-    /// conversion.
+    /// Reads tensors and training state of the checkpoint `source`, and takes values that the
+    /// checkpoint lacks from the options of the conversion.
     ///
     /// # Errors
     /// Fails if the target format needs something that neither the source checkpoint nor the
@@ -135,8 +135,8 @@ impl SourceState {
         })
     }
 
-    /// Fails with [`ConvertError::StateUnsupported`] if the source checkpoint has an optimizer
-    /// state that no optimizer of torch has.
+    /// Fails with [`ConvertError::StateUnsupported`] if the source checkpoint has a kind of
+    /// optimizer state that torch's optimizers do not use.
     pub(super) fn require_torch_optimizer_states(&self) -> Result<()> {
         match self.roles.iter().find(|role| role.torch_key().is_none()) {
             Some(&role) => Err(CkptError::unsupported(&self.path, ConvertError::StateUnsupported { role })),
@@ -168,9 +168,9 @@ impl SourceState {
         tag.cloned().unwrap_or_else(|| format!("global_step{}", self.step))
     }
 
-    /// Returns the number of optimizer updates that the weights at the positions `members` of the
-    /// parameter group `group` have in common. Returns the step of the source checkpoint if there
-    /// are no such weights.
+    /// Returns the number of optimizer updates that each weight in the range `members` of the
+    /// parameter group `group` has received, which must be equal. Returns the step of the source
+    /// checkpoint if there are no such weights.
     ///
     /// # Errors
     /// Fails with [`ConvertError::UpdatesDiffer`] if the update counts of two weights differ.
@@ -248,9 +248,9 @@ fn find_optimizer_roles(tensors: &[TensorInfo]) -> Vec<TensorRole> {
     roles.filter(|&role| tensors.iter().any(|t| t.role == role)).collect()
 }
 
-/// Chooses the step of a checkpoint that is converted to launch's own (native) format: the largest
-/// number of optimizer updates of a weight. Returns `steps` if there are no update counts. Adds a
-/// notice if the result differs from `steps`.
+/// Returns the largest number of optimizer updates of a weight, which becomes the step of a
+/// checkpoint in launch's own format. Returns `steps` if there are no update counts. Adds a notice
+/// if the result differs from `steps`.
 fn choose_step_from_updates<'a>(
     steps: u64,
     groups: impl Iterator<Item = &'a IndexedParamGroup>,
@@ -265,9 +265,9 @@ fn choose_step_from_updates<'a>(
     updates
 }
 
-/// Determines after how many optimizer steps the source checkpoint was saved. If the source has
-/// only weights and the target is native, returns 0 and adds a notice to `notices`. `roles` are the
-/// roles of the source's optimizer states. `has_groups` states whether the source has parameter
+/// Returns the number of optimizer steps that the source checkpoint has completed. If the source
+/// has only weights and the target is native, returns 0 and adds a notice to `notices`. `roles` are
+/// the roles of the source's optimizer states. `has_groups` states whether the source has parameter
 /// groups. A source with groups and without optimizer states is valid for a native target, since
 /// SGD without momentum keeps no states.
 ///

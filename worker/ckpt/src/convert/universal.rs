@@ -51,8 +51,9 @@ pub(super) fn plan_universal(state: &mut SourceState) -> Result<OutputPlan> {
     Ok(OutputPlan { files, stage: None, world: state.world })
 }
 
-/// Returns the name of the directory for a parameter, which is the name of the weight. Fails if
-/// this name is too long, starts with a dot, or contains a path separator.
+/// Returns the name of the weight with the index `weight`, which a universal checkpoint uses as the
+/// name of the weight's directory. Fails if this name is too long, starts with a dot, or contains a
+/// path separator.
 fn parameter_dir_name(state: &SourceState, weight: usize) -> Result<&str> {
     let name = state.tensor_name(weight);
     match name.len() > PARAMETER_NAME_MAX || name.contains(['/', '\\']) || name.starts_with('.') {
@@ -86,9 +87,9 @@ fn plan_parameter_files(state: &SourceState, dir: &str, weight: usize, step: f64
     files
 }
 
-/// Plans the file with the hyper-parameters of all parameter groups, which both of DeepSpeed's
-/// loaders of universal checkpoints read. The file has no loss scaler, so that DeepSpeed keeps the
-/// scaler of the run that loads the checkpoint.
+/// Plans the file of a universal checkpoint that contains the hyper-parameters of all parameter
+/// groups. The file has no loss scaler, so that DeepSpeed keeps the scaler of the run that loads
+/// the checkpoint.
 fn plan_universal_optimizer_file(state: &SourceState, path: String) -> FilePlan {
     let mut storages = StorageBuilder::default();
     let groups: Vec<PythonObject> = state
@@ -125,8 +126,8 @@ fn plan_universal_optimizer_file(state: &SourceState, path: String) -> FilePlan 
     storages.into_file_plan(path, value)
 }
 
-/// Plans the model file of a universal checkpoint, with everything that is in no parameter's
-/// directory: frozen weights, buffers and the state of DeepSpeed's engine.
+/// Plans the model file of a universal checkpoint, which contains the frozen weights, the buffers
+/// and the state of DeepSpeed's engine.
 fn plan_universal_model_file(state: &SourceState, path: String) -> FilePlan {
     let mut storages = StorageBuilder::default();
     let tensors = state.frozen.iter().chain(&state.buffers);

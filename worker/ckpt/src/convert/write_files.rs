@@ -26,8 +26,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-/// Number of buffers of one worker (thread) of a conversion: one is being read, one waits, and one
-/// is being written.
+/// Number of buffers per thread of a conversion, so that one can be read while a second waits and a
+/// third is written.
 const WINDOWS_PER_WORKER: usize = 3;
 /// Memory in bytes that a conversion needs for each worker (thread). Covers its windows, a
 /// converted window, three buffers of the writing thread, and one buffer for verifying the source.
@@ -39,8 +39,7 @@ const WORKERS_MAX: usize = 32;
 /// Maximum interval between two calls of the callback that shows the progress of a conversion.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The result of writing all files of a conversion: path, size and hash of each file, and how many
-/// files of an interrupted conversion were reused.
+/// The list of all files that a conversion has written or reused, and the number of reused files.
 pub(super) struct WrittenFiles {
     /// Number of files that were reused, since an interrupted conversion had finished them.
     pub(super) reused: u64,
@@ -48,7 +47,8 @@ pub(super) struct WrittenFiles {
     pub(super) files: Vec<FinishedFile>,
 }
 
-/// What all threads of a conversion share: the source checkpoint, the plan, and the progress.
+/// The data that all threads of a conversion use, such as the source checkpoint, the planned files
+/// and the number of written bytes.
 struct SharedWriteState<'a> {
     source: &'a dyn TensorSource,
     tensors: &'a [TensorInfo],
@@ -199,9 +199,9 @@ impl SharedWriteState<'_> {
         }
     }
 
-    /// Writes one planned file, or keeps the existing file if it matches `earlier`, the size and
-    /// hash that an interrupted conversion recorded. Returns the record of the file, and whether
-    /// the file was reused.
+    /// Writes the planned file `file`, unless an interrupted conversion has already written it and
+    /// it still has the size and hash in `earlier`. Returns the record of the file, and whether the
+    /// file was reused.
     fn write_file(&self, file: &FilePlan, earlier: Option<&FinishedFile>) -> Result<(FinishedFile, bool)> {
         if let Some(earlier) = earlier.filter(|e| self.is_finished_file_intact(file, e)) {
             self.bytes.fetch_add(file.size_in_bytes(), Ordering::Relaxed);
@@ -240,9 +240,9 @@ impl SharedWriteState<'_> {
         Ok((done, false))
     }
 
-    /// Returns true if a file that an interrupted conversion had completed still matches `earlier`,
-    /// the size and hash that were recorded then. Reads and verifies every byte of the tensors.
-    /// Returns false for links and small files, which are cheap to write again.
+    /// Returns true if the file that an interrupted conversion has written still has the size and
+    /// the hash that `earlier` records. Reads and verifies every byte of the tensors. Returns false
+    /// for links and small files, which are cheap to write again.
     fn is_finished_file_intact(&self, file: &FilePlan, earlier: &FinishedFile) -> bool {
         let path = self.dir.join(&file.path);
         let open = || -> Option<(fs::File, u64)> {
@@ -263,8 +263,8 @@ impl SharedWriteState<'_> {
         }
     }
 
-    /// Writes a planned torch file: its Python value, and the data of its storages (flat arrays of
-    /// tensors).
+    /// Writes a planned torch file with its pickled Python value and the data of its tensor
+    /// storages.
     fn write_torch_file(&self, plan: &TorchFilePlan, mut writer: TorchWriter) -> Result<WrittenFile> {
         let steps: Vec<WriteStep> =
             plan.storages.iter().flat_map(|s| plan_storage_steps(s.dtype, &s.spans)).collect();
@@ -282,8 +282,8 @@ impl SharedWriteState<'_> {
         writer.finish()
     }
 
-    /// Writes the file of rank `rank` in launch's own (native) format to `path`, with the ranges of
-    /// source tensors in `pieces`. Returns its report.
+    /// Writes the safetensors file of the rank `rank` in launch's own format to `path`, with the
+    /// tensor elements that `pieces` selects. Returns its report.
     fn write_shard_file(&self, path: &Path, rank: u32, pieces: &[PlannedShardPiece]) -> Result<ShardReport> {
         let info = |p: &PlannedShardPiece| &self.tensors[p.tensor];
         let shapes: Vec<[u64; 1]> = pieces.iter().map(|p| [p.element_count()]).collect();
@@ -331,9 +331,9 @@ impl SharedWriteState<'_> {
         Ok(ShardReport { rank, world: self.world, file, bytes, blocks, pieces: reports })
     }
 
-    /// Reads the data of each write step (a limited part of a file's tensor data) from the source
-    /// checkpoint, and passes step and data to `sink`, in order. A second thread reads the data
-    /// ahead if there is more than one window.
+    /// Reads the tensor data of an output file from the source checkpoint, one write step after
+    /// another, and passes each step with its data to `sink`. A second thread reads the data ahead
+    /// if there is more than one window.
     fn stream_write_steps(
         &self,
         steps: &[WriteStep<'_>],
@@ -406,8 +406,8 @@ impl SharedWriteState<'_> {
         self.lock_window_pool().push(window);
     }
 
-    /// Passes a write step (a limited part of a file's tensor data) and its data to `sink`, and
-    /// adds the written bytes to the progress.
+    /// Passes a write step and the data that was read for it to `sink`, and adds the step's bytes
+    /// to the progress of the conversion.
     fn deliver_write_step(
         &self,
         step: &WriteStep<'_>,
@@ -419,7 +419,7 @@ impl SharedWriteState<'_> {
         Ok(())
     }
 
-    /// Reads the data of a write step (a limited part of a file's tensor data) from the source
+    /// Reads the tensor elements that a write step of a conversion needs from the source
     /// checkpoint. A step with a window reads into `buffer`, which the result contains. The bytes
     /// are verified later, by [`TensorSource::verify_reads`].
     fn read_write_step_data(&self, step: &WriteStep<'_>, mut buffer: Vec<f32>) -> Result<WriteStepData> {

@@ -1,5 +1,5 @@
-//! [`WriteStep`]: one of the steps in which the data of a torch file's tensors is converted and
-//! written, each with a limited number of elements.
+//! [`WriteStep`]: one step of writing a torch file, which converts or copies a limited number of
+//! elements of the source tensors.
 use super::file_plan::StorageSpan;
 use crate::tensor::Dtype;
 use std::ops::Range;
@@ -7,12 +7,12 @@ use std::ops::Range;
 /// Maximum number of elements that one write step converts: 2 MiB of F32.
 pub(super) const WINDOW_ELEMENTS: usize = 512 << 10;
 
-/// A part of a write step's elements: a range of a source tensor, given by its index, or zeros
-/// (`None`).
+/// Some of the elements that a write step converts: a range of the source tensor with the given
+/// index, or zeros for `None`.
 pub(super) type WriteStepPart = (Option<usize>, Range<u64>);
 
-/// One step of writing a file's tensor data: a limited number of elements that are converted, or
-/// bytes that are copied.
+/// A step of writing the tensor data of a torch file, such as to convert up to [`WINDOW_ELEMENTS`]
+/// elements and append them.
 pub(super) enum WriteStep<'p> {
     /// Begin the storage.
     Begin,
@@ -26,8 +26,7 @@ pub(super) enum WriteStep<'p> {
     End,
 }
 
-/// The data that was read from the source checkpoint for one write step (a limited part of an
-/// output file's tensor data).
+/// The elements or bytes of source tensors that were read to execute one [`WriteStep`].
 pub(super) enum WriteStepData {
     Values(Vec<f32>),
     Bytes(Vec<u8>),
@@ -35,8 +34,8 @@ pub(super) enum WriteStepData {
 }
 
 impl WriteStep<'_> {
-    /// Returns the number of elements that this write step (a limited part of a file's tensor data)
-    /// converts, or the number of bytes that it copies. Returns 0 for other steps.
+    /// Returns the number of elements that this step converts, or the number of bytes if the step
+    /// copies them unchanged. Returns 0 for other steps.
     pub(super) fn element_count(&self) -> usize {
         match self {
             WriteStep::Window { elements, .. } => *elements,
@@ -45,8 +44,7 @@ impl WriteStep<'_> {
         }
     }
 
-    /// Returns the number of bytes that the write step (a limited part of a file's tensor data)
-    /// appends to its output file.
+    /// Returns the number of bytes that this step appends to the torch file.
     pub(super) fn size_in_bytes(&self) -> u64 {
         match self {
             WriteStep::Window { dtype, elements, .. } => *elements as u64 * dtype.size(),
@@ -57,8 +55,8 @@ impl WriteStep<'_> {
     }
 }
 
-/// Plans the write steps for one storage (flat array) of a torch file: `spans` are its planned
-/// contents, and `dtype` is its dtype.
+/// Plans the steps that write one tensor storage with the elements `spans` and the dtype `dtype` to
+/// a torch file.
 pub(super) fn plan_storage_steps(dtype: Dtype, spans: &[StorageSpan]) -> Vec<WriteStep<'_>> {
     let mut steps = vec![WriteStep::Begin];
     for span in spans {
@@ -83,8 +81,8 @@ pub(super) fn plan_storage_steps(dtype: Dtype, spans: &[StorageSpan]) -> Vec<Wri
     steps
 }
 
-/// Adds the write steps to `steps` that convert the elements `rest` of a source tensor to `dtype`,
-/// or that write zeros if `tensor` is `None`. Fills the last step first, if it is not full.
+/// Appends steps to `steps` that convert the elements `rest` of a source tensor to `dtype`, or that
+/// write zeros if `tensor` is `None`. Fills the last step first, if it is not full.
 fn push_element_steps(
     steps: &mut Vec<WriteStep<'_>>,
     dtype: Dtype,

@@ -13,8 +13,8 @@ pub struct ElementPair {
     pub b: f32,
 }
 
-/// A conversion to a 16-bit dtype that turns one tensor exactly into the other. It rounds to
-/// nearest, ties to even.
+/// A rounding to bfloat16 or float16 that explains all differences of two tensors, because applying
+/// it to one tensor gives the other. It rounds to nearest, ties to even.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum RoundingCast {
     /// `b` is `a` rounded to bfloat16.
@@ -28,8 +28,8 @@ pub enum RoundingCast {
 }
 
 impl RoundingCast {
-    /// All conversions to 16-bit dtypes with which a comparison of two tensors tries to explain
-    /// their differences.
+    /// The roundings to bfloat16 or float16, of either tensor, that a comparison tests as
+    /// explanations of the differences.
     const ALL: [RoundingCast; 4] = [
         RoundingCast::BIsBf16OfA,
         RoundingCast::BIsF16OfA,
@@ -37,9 +37,8 @@ impl RoundingCast {
         RoundingCast::AIsF16OfB,
     ];
 
-    /// Returns true if this conversion to a 16-bit dtype turns one value of the pair into exactly
-    /// the bits of the other one. The kind of conversion determines whether `a` or `b` is
-    /// converted.
+    /// Returns true if this rounding to a 16-bit dtype converts one of the values `a` and `b` to
+    /// exactly the other value. The kind of conversion determines whether `a` or `b` is converted.
     fn explains_pair(self, a: f32, b: f32) -> bool {
         let bf16 = |x: f32| bf16::from_f32(x).to_f32().to_bits();
         let f16 = |x: f32| f16::from_f32(x).to_f32().to_bits();
@@ -112,8 +111,8 @@ impl DiffStats {
         stats
     }
 
-    /// Adds one element of both tensors to all statistics, except to the list of conversions to
-    /// 16-bit dtypes that do not explain the differences.
+    /// Adds one element of both tensors to the statistics, such as the number of differing elements
+    /// and the largest difference.
     fn add_element_pair(&mut self, at: ElementPair) {
         let finite = at.a.is_finite() && at.b.is_finite();
         self.finite += u64::from(finite);
@@ -134,15 +133,16 @@ impl DiffStats {
         }
     }
 
-    /// Adds to `refuted` the 16-bit conversions that do not turn every element of one slice into
-    /// the element of the other slice.
+    /// Records in `refuted` which roundings to a 16-bit dtype do not convert the elements of one
+    /// slice to those of the other slice.
     fn refute_casts(&mut self, a: &[f32], b: &[f32]) {
         for (refuted, cast) in self.refuted.iter_mut().zip(RoundingCast::ALL) {
             *refuted = !a.iter().zip(b).all(|(&x, &y)| cast.explains_pair(x, y));
         }
     }
 
-    /// Adds the statistics `next` of the element range that follows the range of these statistics.
+    /// Merges the statistics `next` into these statistics, whose range of elements ends where the
+    /// range of `next` begins.
     pub(super) fn merge_following_range(&mut self, next: DiffStats) {
         self.elements += next.elements;
         self.differing += next.differing;

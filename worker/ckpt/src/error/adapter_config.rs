@@ -35,14 +35,14 @@ pub enum AdapterConfigError {
 }
 
 impl AdapterConfigError {
-    /// Returns the error [`AdapterConfigError::Unsupported`] for the setting `key`, with its value
-    /// shortened.
+    /// Returns the error that an `adapter_config.json` sets the key `key` to the unsupported value
+    /// `value`.
     pub(crate) fn unsupported(key: &str, value: &Value) -> Self {
         AdapterConfigError::Unsupported { key: key.to_owned(), value: format_shortened(value) }
     }
 
-    /// Returns the error [`AdapterConfigError::Invalid`] for the setting `key`, with its value
-    /// shortened. `expected` describes the valid values.
+    /// Returns the error that an `adapter_config.json` sets the key `key` to the invalid value
+    /// `value`. `expected` describes the valid values.
     pub(crate) fn invalid(key: &str, value: &Value, expected: &'static str) -> Self {
         AdapterConfigError::Invalid { key: key.to_owned(), value: format_shortened(value), expected }
     }

@@ -185,14 +185,14 @@ impl CkptError {
         move |error| CkptError::Io { action, path, source: error.into() }
     }
 
-    /// Creates the error [`CkptError::InvalidSave`] for `problem`, what is wrong with the data that
-    /// the caller asked to save.
+    /// Creates the error that a checkpoint cannot be saved because the caller passed invalid data,
+    /// as `problem` describes.
     pub(crate) fn invalid_save(problem: impl Into<SaveProblem>) -> CkptError {
         CkptError::InvalidSave(problem.into())
     }
 
-    /// Creates the error [`CkptError::InvalidOption`] for `problem`, what is wrong with an option
-    /// that the caller passed.
+    /// Creates the error that an operation on a checkpoint rejects one of its options because of
+    /// `problem`.
     pub(crate) fn invalid_option(problem: OptionProblem) -> CkptError {
         CkptError::InvalidOption { problem }
     }
@@ -224,8 +224,8 @@ impl CkptError {
         CkptError::NoSuchTensor { path: path.to_owned(), tensor: tensor_label(role, name) }
     }
 
-    /// Creates the error that a read of `tensor` goes up to the element index `requested`, although
-    /// the tensor has only `elements` elements. `tensor` is `role/name`.
+    /// Creates the error that a read requests elements up to the index `requested` from `tensor`,
+    /// which has only `elements` elements. `tensor` is `role/name`.
     pub(crate) fn range_outside_tensor(
         path: &Path,
         tensor: String,
@@ -257,8 +257,9 @@ impl CkptError {
         CkptError::OutputRejected { path: path.to_owned(), problem }
     }
 
-    /// Returns true if the checkpoint itself is at fault, so that another checkpoint may work (exit
-    /// code 4). Returns false if the caller, the disk or the output is at fault.
+    /// Returns true if the error is caused by the content of the checkpoint, so that another
+    /// checkpoint may work and `launch` exits with code 4. Returns false if the caller, the disk or
+    /// the output is at fault.
     pub fn is_checkpoint_at_fault(&self) -> bool {
         use CkptError::*;
         match self {

@@ -1,8 +1,8 @@
-//! [`CloneableIoError`]: a copy of an I/O error, which unlike the original can be cloned and
-//! compared.
+//! [`CloneableIoError`]: the kind and the message of an [`io::Error`], in a type that can be cloned
+//! and compared.
 use std::io;
 
-/// A copy of an I/O error, which unlike the original can be cloned and compared: its kind and text.
+/// The kind and the message of an [`io::Error`], in a type that can be cloned and compared.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct CloneableIoError {

@@ -12,7 +12,8 @@ use super::unsupported_feature::UnsupportedFeature;
 use super::zip::ZipError;
 use std::io;
 
-/// Implements `From<source> for target` for each line `source => target: function`.
+/// Implements `From<S> for T` for each argument `S => T: f` of the macro, with the function `f` as
+/// the conversion.
 macro_rules! conversions {
     ($($source:ty => $target:ty: $convert:expr;)*) => {
         $(impl From<$source> for $target {

@@ -15,7 +15,8 @@ use crate::tensor::{CoverageError, InvalidTensorName};
 use serde::{Serialize, Serializer};
 use std::fmt;
 
-/// A damaged file of a checkpoint, with what is wrong and which tensors are affected.
+/// A damaged file of a checkpoint: its name, what is wrong with it, and the tensors with data in
+/// the damaged part.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Damage {
     /// Name of the file in the checkpoint directory.
@@ -29,8 +30,8 @@ pub struct Damage {
     pub reason: DamageReason,
 }
 
-/// Serializes the reason why a file is damaged as a text, for the field `why` of a damage in JSON
-/// reports.
+/// Serializes the reason why a file is damaged as the text that users see, for the field `why` of
+/// JSON reports.
 fn serialize_as_text<S: Serializer>(reason: &DamageReason, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(&shorten_text(reason.to_string()))
 }

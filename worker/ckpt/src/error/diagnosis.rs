@@ -172,8 +172,8 @@ impl Diagnosis {
     }
 }
 
-/// Formats `candidates`, the names of places that contain a checkpoint, as a list with commas.
-/// Appends "and N more" if `more` is not 0.
+/// Joins the names of directories or files in which a checkpoint was found with commas. Appends
+/// "and N more" if `more` is not 0.
 fn format_candidates(candidates: &[String], more: usize) -> String {
     match more {
         0 => candidates.join(", "),

@@ -1,5 +1,5 @@
-//! Converts a [`CkptError`] to a [`Diagnostic`] (an error in the form that users see): chooses the
-//! code, the fields and the help texts.
+//! Converts a [`CkptError`] to a [`Diagnostic`], the form in which users see errors: with a code,
+//! fields and help texts.
 use super::ckpt_error::CkptError;
 use super::damage::{Damage, DamageReason};
 use super::manifest::ManifestError;
@@ -47,8 +47,8 @@ impl CkptError {
         }
     }
 
-    /// Returns advice for the user, as the help texts of the error's diagnostic. The list is empty
-    /// if no general advice exists for this error.
+    /// Returns the help texts that are printed to the user together with this error. The list is
+    /// empty if no general advice exists for this error.
     pub fn help(&self) -> Vec<String> {
         use CkptError::*;
         let text = match self {
@@ -103,7 +103,7 @@ fn io_error_help(error: &io::Error) -> Option<&'static str> {
 }
 
 impl MissingPart {
-    /// Returns the stable code of the error that this part of a checkpoint is missing.
+    /// Returns the stable code of the error that reports this missing part of a checkpoint.
     fn code(&self) -> Code {
         match self {
             MissingPart::LatestTarget { .. } => codes::CHECKPOINT_LATEST_DANGLING,
@@ -115,7 +115,7 @@ impl MissingPart {
 }
 
 impl DamageReason {
-    /// Returns the stable code of the error that a file is damaged for this reason.
+    /// Returns the stable code of the error that reports a file with this kind of damage.
     pub fn code(&self) -> Code {
         use DamageReason::*;
         match self {
@@ -152,7 +152,7 @@ impl DamageReason {
 }
 
 impl UnsupportedFeature {
-    /// Returns the stable code of the error that this feature of a checkpoint is not supported.
+    /// Returns the stable code of the error that reports this unsupported property of a checkpoint.
     fn code(&self) -> Code {
         use UnsupportedFeature::*;
         match self {
@@ -169,8 +169,7 @@ impl UnsupportedFeature {
 }
 
 impl OutputProblem {
-    /// Returns the stable code of the error that an output path is rejected because of this
-    /// problem.
+    /// Returns the stable code of the error that rejects an output path with this problem.
     fn code(&self) -> Code {
         match self {
             OutputProblem::InsideInput | OutputProblem::NoName => codes::CHECKPOINT_OUTPUT_INVALID,
@@ -265,7 +264,8 @@ impl From<CkptError> for Diagnostic {
     }
 }
 
-/// Adds the file, block, tensors and sizes of `damage` as fields of the diagnostic.
+/// Adds the name of the damaged file, the block, the affected tensors and the sizes in `damage` to
+/// an error that is shown to the user.
 fn add_damage_fields(diagnostic: Diagnostic, damage: &Damage) -> Diagnostic {
     let diagnostic = diagnostic.with_field("file", damage.file.as_str());
     let diagnostic = match damage.block {

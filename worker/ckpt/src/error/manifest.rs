@@ -2,8 +2,8 @@
 use crate::tensor::{CoverageError, Dtype, InvalidTensorName};
 use std::ops::Range;
 
-/// Why the manifest (table of contents) of a native checkpoint (in launch's own format), or the
-/// data that is to be saved, is rejected.
+/// Why the content of `manifest.json` is rejected, the table of contents of a checkpoint in
+/// launch's own format.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ManifestError {

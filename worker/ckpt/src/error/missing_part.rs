@@ -4,8 +4,8 @@ use diagnostic::quantity::format_count;
 use serde::Serialize;
 use std::ops::Range;
 
-/// A rank's file of a checkpoint that is on another host, in a directory that this host does not
-/// see.
+/// The name of a shard that this host cannot read because another host stores it, and the name of
+/// that host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct RemoteShard {
     /// Name of the shard's file.
@@ -97,10 +97,10 @@ pub enum MissingPart {
     Other(String),
 }
 
-/// Formats a list of missing rank files (shards) and the hosts that store them, of which at most
-/// three are shown.
+/// Formats the names of at most three missing rank files together with the hosts that store them,
+/// for an error message.
 pub(crate) fn format_remote_shards(shards: &[RemoteShard]) -> String {
-    /// The largest number of missing rank files (shards) that an error message lists.
+    /// Maximum number of missing shards that an error message names.
     const SHARDS_LISTED_MAX: usize = 3;
     let list: Vec<String> =
         shards.iter().take(SHARDS_LISTED_MAX).map(|s| format!("{} on host {}", s.file, s.host)).collect();
@@ -110,8 +110,8 @@ pub(crate) fn format_remote_shards(shards: &[RemoteShard]) -> String {
     }
 }
 
-/// Formats the end of an error message, which lists the checkpoints that could be used instead. The
-/// remark is empty if there are none.
+/// Formats the end of the message about a missing checkpoint, with the names of the checkpoints
+/// that exist in the directory. The remark is empty if there are none.
 fn format_available_checkpoints(present: &[String]) -> String {
     match present.is_empty() {
         true => String::new(),

@@ -61,7 +61,8 @@ pub enum OptimizerStateError {
     },
 }
 
-/// An optimizer step that is not a whole number.
+/// The error that a checkpoint contains a number of optimizer steps with a fractional part, such as
+/// 2.5.
 #[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
 #[error("the optimizer step is {0}, which is not a whole number")]
 pub struct InvalidStep(pub f64);

@@ -1,9 +1,9 @@
-//! [`OptionProblem`] and [`OutputProblem`]: why an option of a conversion or gather, or the path of
-//! its output, is rejected.
+//! [`OptionProblem`] and [`OutputProblem`]: why an option or the output path of a checkpoint
+//! conversion or weight export is rejected.
 use crate::tensor::Dtype;
 use std::path::PathBuf;
 
-/// Why an option of a conversion, or of gathering the full weights from the shards, is rejected.
+/// Why an option for converting a checkpoint, or for exporting its full weights, is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OptionProblem {

@@ -1,5 +1,5 @@
-//! Errors about the files with random generator states (RNG) of training programs, and about
-//! scheduler files.
+//! Error types for the random generator state files (RNG) and the learning rate scheduler files of
+//! training programs.
 use super::cloneable_io_error::CloneableIoError;
 use super::torch_file::TorchFileError;
 use crate::format_constants::{
@@ -141,11 +141,11 @@ pub enum RngFilesError {
     OtherProgram,
 }
 
-/// The largest number of ranks that the message about differing random generator states
-/// ([`ReconcileError::NotReplicated`]) lists.
+/// Maximum number of ranks that an error message names if their random generator states should be
+/// equal and are not.
 const CONFLICTING_RANKS_LISTED_MAX: usize = 8;
 
-/// Why the states of random generators that N ranks saved in a checkpoint cannot be assigned to
+/// Why the random generator states in a checkpoint cannot be assigned to the ranks of a run with
 /// another number of ranks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -236,8 +236,8 @@ fn format_ranks(ranks: &[usize]) -> String {
     ranks.iter().take(CONFLICTING_RANKS_LISTED_MAX).map(usize::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// Why Accelerate's `scheduler.bin`, whose step counter depends on the number of processes, cannot
-/// be adapted to another number.
+/// Why the step counter in Accelerate's `scheduler.bin` cannot be adapted to a run with another
+/// number of processes.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RescaleError {

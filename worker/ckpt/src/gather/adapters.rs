@@ -1,5 +1,5 @@
-//! Presents a checkpoint with LoRA adapters in the form in which its weights are gathered: as only
-//! the adapters (for a PEFT directory), or as full matrices into which the adapters are merged.
+//! Selects what is exported from a checkpoint with LoRA adapters: only the adapters, or full
+//! weights into which the adapters are merged.
 use crate::catalog::{F32ReadRequest, TensorInfo, TensorSource, TextFile, TrainingState};
 use crate::error::{CkptError, DamageReason, OptionProblem, Result};
 use crate::format_constants::ADAPTER_CONFIG_FILE;
@@ -13,15 +13,15 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
 
-/// A checkpoint with LoRA adapters, presented as one that has only the adapters or as one whose
-/// matrices contain them (merged).
+/// A wrapper of a checkpoint with LoRA adapters, through which only the adapters or only the merged
+/// weights are read.
 pub(super) struct AdapterView<'a> {
     inner: &'a dyn TensorSource,
     content: ViewContent,
 }
 
-/// Which tensors the view of a checkpoint with LoRA adapters ([`AdapterView`]) presents: the
-/// adapters, or the merged model.
+/// The tensors that an [`AdapterView`] returns to readers: only the LoRA adapters, or the weights
+/// with merged adapters.
 enum ViewContent {
     /// The adapters alone, with the tensor names of PEFT's files, and the text files next to them.
     Adapters { texts: Vec<TextFile> },
@@ -35,9 +35,8 @@ enum ViewContent {
     },
 }
 
-/// Presents a checkpoint with LoRA adapters as one with merged matrices if `merge` is true,
-/// otherwise as one with only the adapters, so that its weights can be gathered in this form.
-/// Returns `None` if the checkpoint has no adapters.
+/// Wraps a checkpoint with LoRA adapters so that readers get the merged weights if `merge` is true,
+/// and otherwise only the adapters. Returns `None` if the checkpoint has no adapters.
 ///
 /// # Errors
 /// Fails if `merge` is true and the checkpoint has no adapters, if the adapter config is not
@@ -115,9 +114,9 @@ fn collect_adapters(
 }
 
 impl AdapterShape {
-    /// Adds the contribution of the LoRA adapter of the matrix `name`, `scale` × B · A, to
-    /// `values`, which are elements of the matrix starting at element `start`. Reads the adapter
-    /// from `source`. Transposes B · A if the matrix is `[in, out]`.
+    /// Adds `scale` × B · A of a LoRA adapter to `values`, the elements of the adapted matrix
+    /// `name` from the index `start` on. Reads the adapter from `source`. Transposes B · A if the
+    /// matrix is `[in, out]`.
     fn add_to_matrix(
         &self,
         source: &dyn TensorSource,
@@ -158,7 +157,7 @@ impl AdapterShape {
     }
 }
 
-/// Computes a range of one row of a matrix product and adds it, multiplied by `scale`, to `values`.
+/// Adds `scale` times the columns `range` of one row of the matmul `left` · `right` to `values`.
 /// `left` is the same row of the left matrix, and `right` is the whole right matrix with `columns`
 /// columns. `sums` is scratch memory with at least as many elements as `range`, and is overwritten.
 fn add_matmul_row(

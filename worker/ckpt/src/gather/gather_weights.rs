@@ -63,9 +63,9 @@ pub fn gather_weights(
     gathered?.ok_or_else(|| CkptError::internal("the gather ended early"))
 }
 
-/// Writes the full weights and buffers of a checkpoint, gathered from all shards, to the directory
-/// `out` in the format of Hugging Face, until the callback `progress` returns
-/// [`ControlFlow::Break`]. Returns `None` after a break, and leaves `out` unchanged.
+/// Exports the full weights and buffers of a checkpoint to the Hugging Face directory `out`, and
+/// stops early if `progress` returns [`ControlFlow::Break`]. Returns `None` after a break, and
+/// leaves `out` unchanged.
 pub fn gather_weights_until(
     checkpoint: &dyn TensorSource,
     out: &Path,
@@ -117,8 +117,8 @@ fn write_text_files(dir: &Path, files: &[GatheredFile], texts: &[(String, String
     Ok(())
 }
 
-/// Lists all weight and text files that were written while gathering weights, with their sizes and
-/// hashes, for the record of written files in the output directory.
+/// Lists the names, sizes and hashes of all exported weight and text files, for the list of files
+/// that the output directory contains.
 fn list_files_for_record(files: &[GatheredFile], texts: &[(String, String)]) -> Vec<RecordedFile> {
     let weights = files.iter().map(|f| (&f.name, RecordedContent { bytes: f.bytes, blake3: f.blake3 }));
     let texts = texts.iter().map(|(name, text)| (name, RecordedContent::from_text(text.as_bytes())));

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 /// for headers and rounding up to whole blocks.
 const OVERHEAD_BYTES: u64 = 4 << 20;
 
-/// The hidden directory to which the gathered weights of a checkpoint are written, and the final
-/// path of that directory. Dropping this value removes the hidden directory.
+/// The hidden directory to which the full weights are exported, and the path that the directory
+/// gets when all files are complete. Dropping this value removes the hidden directory.
 pub(super) struct GatherOutput {
     pub(super) dir: PathBuf,
     pub(super) path: PathBuf,

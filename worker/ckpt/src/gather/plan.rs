@@ -1,5 +1,5 @@
-//! [`GatherPlan`]: which files are written when the weights of a checkpoint are gathered, and which
-//! tensors each file contains.
+//! [`GatherPlan`]: the weight files that an export of a checkpoint's full weights will write, and
+//! the tensors in each file.
 use super::save_order;
 use crate::catalog::{TensorInfo, TensorSource};
 use crate::codec::disk::Directory;
@@ -65,7 +65,8 @@ pub(super) fn encode_pretty_json(value: &impl serde::Serialize) -> Result<String
     Ok(text + "\n")
 }
 
-/// Which tensors of a checkpoint are written when its weights are gathered, and to which files.
+/// The weight files that an export of a checkpoint's full weights will write, with the dtype and
+/// the tensors of each file.
 pub(super) struct GatherPlan {
     pub(super) dtype: Dtype,
     pub(super) tensors: Vec<TensorInfo>,
@@ -76,8 +77,8 @@ pub(super) struct GatherPlan {
 }
 
 impl GatherPlan {
-    /// Selects the weights and floating-point buffers of the checkpoint that are gathered, and
-    /// divides them among files whose names begin with `stem`.
+    /// Plans the export of all weights and floating-point buffers of the checkpoint to files whose
+    /// names begin with `stem`.
     ///
     /// # Errors
     /// Fails if the dtype in `options` isn't F32, BF16 or F16.
@@ -164,9 +165,8 @@ impl GatherPlan {
         Ok(texts)
     }
 
-    /// Returns the names and contents of the config files that are written next to gathered
-    /// weights: `config.json` with their dtype, and `generation_config.json` if the checkpoint does
-    /// not store this file.
+    /// Returns the contents of `config.json` and, if the checkpoint does not store one,
+    /// `generation_config.json` for a directory of exported weights.
     fn make_config_files(
         &self,
         checkpoint: &dyn TensorSource,
@@ -199,9 +199,9 @@ impl GatherPlan {
         json!({"metadata": {"total_parameters": parameters, "total_size": self.bytes}, "weight_map": map})
     }
 
-    /// Checks that the weight files that were written to `dir` contain exactly the tensors of this
-    /// plan. Fails if their headers do not list exactly the planned tensors with their dtypes,
-    /// shapes and sizes.
+    /// Checks that the headers of the weight files in `dir` list exactly the tensors that this plan
+    /// assigns to the files. Fails if their headers do not list exactly the planned tensors with
+    /// their dtypes, shapes and sizes.
     pub(super) fn check_written_files(&self, dir: &Path, files: &[GatheredFile]) -> Result<()> {
         let directory = Directory::open(dir)?;
         let mut found: HashMap<String, (Dtype, Vec<u64>)> = HashMap::new();
@@ -233,8 +233,8 @@ impl GatherPlan {
     }
 }
 
-/// Consecutive elements of one file of gathered weights, from one or more tensors, which are
-/// converted together.
+/// A group of consecutive elements of one exported weight file, possibly of several tensors, that
+/// is read and converted at once.
 #[derive(Default)]
 pub(super) struct GatherWindow {
     /// Indices of tensors, each with a range of the tensor's elements.
@@ -244,8 +244,8 @@ pub(super) struct GatherWindow {
 }
 
 impl GatherWindow {
-    /// Finds NaN and infinite values in `values`, the values of this group of elements, and adds
-    /// the names of their tensors to `names`.
+    /// Adds the name of each tensor that has a NaN or infinite value in this group of elements to
+    /// `names`.
     pub(super) fn collect_non_finite_names(
         &self,
         plan: &GatherPlan,

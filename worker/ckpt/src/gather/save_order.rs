@@ -38,17 +38,15 @@ fn find_module_position(rest: &str) -> Option<usize> {
     LAYER_MODULES.iter().position(|module| rest.starts_with(module))
 }
 
-/// Splits the name of an expert's matrix into the part before `.experts.`, the number of the
-/// expert, and the position of the matrix in the order in which transformers writes the matrices.
-/// `down_proj` is first, since it precedes `gate_up_proj` alphabetically. Returns `None` for other
-/// tensors.
+/// Splits the name of an expert's matrix into the prefix before `.experts.`, the expert's number,
+/// and the matrix's position in the writing order of transformers. `down_proj` is first, since it
+/// precedes `gate_up_proj` alphabetically. Returns `None` for other tensors.
 fn parse_expert_matrix_position(name: &str) -> Option<(&str, u64, usize)> {
     let (before, number, matrix) = parse_expert_matrix_name(name)?;
     Some((before, number, (matrix + 1) % 3))
 }
 
-/// A part of a tensor's name between two dots, in a form for sorting: numbers are compared by their
-/// values, also a number at the end of a word.
+/// A number or word of a tensor's name, in a form that sorts `layers.2` before `layers.10`.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum NamePart<'a> {
     Number(u64),
@@ -64,10 +62,10 @@ fn parse_name_part(text: &str) -> NamePart<'_> {
     }
 }
 
-/// Computes the key by which the tensors of a model are sorted as transformers sorts those of a
-/// mixture-of-experts model. The key begins with the name of the tensor, or of the fused tensor
-/// from which an expert's matrix comes. The position of the matrix and the number of the expert
-/// follow.
+/// Computes the key by which a tensor name is sorted, so that tensors are in the order of
+/// transformers' mixture-of-experts models. The key begins with the name of the tensor, or of the
+/// fused tensor from which an expert's matrix comes. The position of the matrix and the number of
+/// the expert follow.
 fn compute_tensor_sort_key(name: &str) -> (Vec<NamePart<'_>>, usize, u64) {
     let (fused, which, number) = match parse_expert_matrix_position(name) {
         Some((before, number, which)) => (before, which, number),

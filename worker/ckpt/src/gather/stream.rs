@@ -11,15 +11,15 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Number of buffers that circulate between the threads that read and the thread that converts and
-/// writes.
+/// Number of buffers for exporting weights, which the reading threads fill and the writing thread
+/// empties.
 const WINDOW_COUNT: usize = 6;
 /// Number of threads that read the checkpoint. The disk serves one thread while another one
 /// verifies its bytes.
 const READER_COUNT: usize = 3;
 
-/// A message from a thread that reads elements of a checkpoint: the number of a window (a group of
-/// elements that is read at once), and the window with its elements or an error.
+/// What a reading thread sends to the writing thread: the number of a group of elements, and the
+/// elements or the read error.
 type GatherWindowResult = (usize, Result<(GatherWindow, Vec<f32>)>);
 
 /// Copies the weights of a checkpoint to new weight files in the directory `dir`, as `plan` states.
@@ -91,8 +91,8 @@ fn lock_mutex<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Receives windows (groups of elements) that several threads read in any order, and returns them
-/// in their order in the output.
+/// Receives groups of tensor elements from several reading threads, and returns them in the order
+/// in which the output files contain them.
 struct OrderedWindows {
     inbox: Receiver<GatherWindowResult>,
     next_window: usize,
@@ -100,7 +100,7 @@ struct OrderedWindows {
 }
 
 impl OrderedWindows {
-    /// Waits for the window (group of elements) that comes next in the output, and returns it with
+    /// Waits for the group of elements that the output file needs next, and returns the group with
     /// its elements.
     ///
     /// # Errors
@@ -118,8 +118,8 @@ impl OrderedWindows {
     }
 }
 
-/// Reads the elements of `window` (a group of elements of one output file) from the checkpoint to a
-/// buffer, and returns both. The bytes are verified later, by [`TensorSource::verify_reads`].
+/// Reads the elements that `window` selects for one output file from the checkpoint to `buffer`.
+/// The bytes are verified later, by [`TensorSource::verify_reads`].
 fn read_window(
     checkpoint: &dyn TensorSource,
     plan: &GatherPlan,
@@ -131,8 +131,8 @@ fn read_window(
     Ok((window, buffer))
 }
 
-/// Converts `values`, the elements of a window (a group of elements of one output file), to the
-/// dtype of the gathered weights, and passes their bytes to `writer`.
+/// Converts `values`, consecutive elements of an exported weight file, to the dtype of the export,
+/// and appends them to the file.
 ///
 /// # Errors
 /// Fails with [`CkptError::ValueOverflow`] if a finite value is outside of the range of the dtype.

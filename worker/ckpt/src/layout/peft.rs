@@ -78,8 +78,8 @@ const IRRELEVANT_SETTINGS: &[&str] = &[
     "revision",
     "runtime_config",
 ];
-/// Keys of `adapter_config.json` that influence the computation or that an export needs, and whose
-/// values are therefore read.
+/// The keys of `adapter_config.json` that launch reads, because they influence the computation or
+/// must be in an exported adapter.
 const KNOWN_SETTINGS: &[&str] = &[
     "bias",
     "fan_in_fan_out",

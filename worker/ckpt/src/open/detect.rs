@@ -24,10 +24,10 @@ pub(crate) fn open_external_checkpoint(path: &Path) -> Result<Option<ExternalChe
     open_external_for_training(path, None)
 }
 
-/// Opens the checkpoint of another program at `path`, and uses the names `trained` of the weights
-/// that the job trains to match optimizer states that are stored by number. If optimizer states are
-/// only numbered and some weights were frozen, the states are assigned to the trained weights,
-/// provided that their shapes match.
+/// Opens the checkpoint of another program at `path`, in which optimizer states may be stored only
+/// for the weights `trained` that the job trains. If optimizer states are only numbered and some
+/// weights were frozen, the states are assigned to the trained weights, provided that their shapes
+/// match.
 pub(crate) fn open_external_for_training(
     path: &Path,
     trained: Option<&TrainedWeightNames>,
@@ -53,8 +53,8 @@ pub(crate) fn open_external_for_training(
     if inside.is_empty() { Ok(None) } else { open_newest_readable(&path, &inside, trained).map(Some) }
 }
 
-/// Returns true if the directory at `path` has files for resuming a training, not counting those in
-/// its subdirectories.
+/// Returns true if the directory at `path` itself contains files from which a training can be
+/// resumed, such as an optimizer file.
 fn has_training_state(path: &Path, directory: &Directory) -> Result<bool> {
     for name in ["latest", "latest_universal", dcp::METADATA_FILE, FSDP_MODEL_DIR, FSDP_OPTIMIZER_DIR]
         .iter()
@@ -67,8 +67,8 @@ fn has_training_state(path: &Path, directory: &Directory) -> Result<bool> {
     Ok(deepspeed::is_tag_directory(path) || deepspeed::universal::is_universal_directory(path))
 }
 
-/// Opens the checkpoint of another program whose files are directly in the directory `path`.
-/// Returns `None` if the directory has no weights.
+/// Opens the checkpoint of another program whose files are in the directory `path` itself and not
+/// in a subdirectory for each step. Returns `None` if the directory has no weights.
 fn open_checkpoint_directory(
     path: &Path,
     trained: Option<&TrainedWeightNames>,
@@ -106,9 +106,8 @@ fn open_weights_file(path: &Path) -> Result<ExternalCheckpoint> {
     builder.finish().map(ExternalCheckpoint::mark_as_single_file)
 }
 
-/// Reads the weights, the optimizer state and the further files that torch programs write, and adds
-/// their contents to the checkpoint that is being opened. Returns false if the directory has no
-/// weights.
+/// Reads the weights, the optimizer state and further files of a torch program's checkpoint, and
+/// adds their contents to the opened checkpoint. Returns false if the directory has no weights.
 fn add_torch_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<bool> {
     let directory = builder.directory.clone();
     builder.facts.tag = directory.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -167,8 +166,8 @@ fn add_torch_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<bool>
     Ok(true)
 }
 
-/// Reads the torch distributed checkpoint (DCP) whose files are directly in the directory of the
-/// checkpoint that is being opened.
+/// Reads the list of tensors and the steps of a torch distributed checkpoint (DCP) that is stored
+/// directly in the checkpoint directory.
 fn add_distributed_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<()> {
     dcp::add_dcp_directory(builder, "")?;
     check_optimizer_state_shapes(builder)?;
@@ -223,8 +222,8 @@ fn check_optimizer_state_shapes(builder: &ExternalCheckpointBuilder) -> Result<(
     Ok(())
 }
 
-/// Returns the step or epoch that the name of a checkpoint contains, such as `checkpoint-500`.
-/// Returns `None` for other names.
+/// Returns the number in the directory name of a checkpoint, such as 500 in `checkpoint-500` or 3
+/// in `epoch_3`. Returns `None` for other names.
 fn parse_step_in_name(name: &str) -> Option<u64> {
     let universal = || name.strip_suffix("_universal").and_then(|n| n.strip_prefix("global_step"));
     let prefixes = ["checkpoint-", "checkpoint_", "step-", "step_", "epoch_"];

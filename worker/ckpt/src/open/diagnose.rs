@@ -73,8 +73,8 @@ fn diagnose_latest(path: &Path) -> Diagnosis {
     }
 }
 
-/// Searches the subdirectories `names` of `path`, and the subdirectories of these, for checkpoints.
-/// Searches at most [`SEARCHED_SUBDIRECTORIES_MAX`] directories.
+/// Searches two levels of subdirectories of `path` for checkpoints, beginning with the
+/// subdirectories `names`. Searches at most [`SEARCHED_SUBDIRECTORIES_MAX`] directories.
 fn search_subdirectories(path: &Path, names: &[String]) -> Diagnosis {
     let mut search = SubdirectorySearch::default();
     let mut candidates = Vec::new();

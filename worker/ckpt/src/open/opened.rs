@@ -9,8 +9,8 @@ use crate::layout::native::{Checkpoint, list_checkpoints};
 use std::collections::HashSet;
 use std::path::Path;
 
-/// The newest readable checkpoint of a directory, with the errors of the newer checkpoints, which
-/// were skipped.
+/// The newest checkpoint of a directory that could be opened, and the errors of newer checkpoints
+/// that could not.
 #[derive(Debug)]
 pub struct NewestCheckpoint {
     /// The newest checkpoint that could be opened.
@@ -72,11 +72,10 @@ pub fn open_checkpoint(path: &Path) -> Result<OpenedCheckpoint> {
     open_checkpoint_for_training(path, None)
 }
 
-/// Opens the checkpoint at `path`, which any supported program may have written; the names
-/// `trained` of the trained weights serve to match optimizer states that are stored by number. HF
-/// Trainer and Accelerate store optimizer states by number. If some weights were frozen, assigning
-/// the states to weights needs the names in `trained`. With `None`, the result is that of
-/// [`open_checkpoint`].
+/// Opens the checkpoint at `path`, written by any supported program, for a job that trains only the
+/// weights `trained`. HF Trainer and Accelerate store optimizer states by number. If some weights
+/// were frozen, assigning the states to weights needs the names in `trained`. With `None`, the
+/// result is that of [`open_checkpoint`].
 pub fn open_checkpoint_for_training(
     path: &Path,
     trained: Option<&HashSet<String>>,

@@ -29,9 +29,8 @@ pub(super) fn find_flipped_bit(difference: u32, len: u64) -> Option<(u64, u8)> {
     None
 }
 
-/// Repairs a single flipped bit in each zip member of the torch file `name` in the hidden copy of
-/// the damaged checkpoint, and reports each repair. Skips members larger than [`MEMBER_BYTES_MAX`],
-/// and leaves other damage unchanged.
+/// Repairs one flipped bit in each zip member of the torch file `name` whose content does not match
+/// its CRC-32. Skips members larger than [`MEMBER_BYTES_MAX`], and leaves other damage unchanged.
 pub(super) fn revert_bit_flips(repair_dir: &mut RepairDir, name: &str) -> Result<()> {
     let directory = Directory::open(&repair_dir.dir)?;
     let (file, size) = directory.open_file(name, nix::fcntl::OFlag::empty())?;
@@ -70,8 +69,8 @@ pub(super) fn revert_bit_flips(repair_dir: &mut RepairDir, name: &str) -> Result
     Ok(())
 }
 
-/// Formats the line that reports a repaired bit to the user, with the probability that other damage
-/// would look like a single flipped bit. `at` is the index of the byte in the member.
+/// Formats the message about a repaired bit, including the probability that damage other than one
+/// flipped bit leads to this repair. `at` is the index of the byte in the member.
 fn describe_reverted_flip(name: &str, member: &ZipMember, at: u64, mask: u8) -> String {
     let chance = 8.0 * member.size() as f64 / (1u64 << 32) as f64 * 1e6;
     format!(

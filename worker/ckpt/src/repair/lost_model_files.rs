@@ -12,8 +12,8 @@ use std::path::Path;
 /// Number of bytes of a zip member that are copied at a time.
 const CHUNK_BYTES: u64 = 1 << 20;
 
-/// A model file of a DeepSpeed checkpoint that is lost, and the file of another rank that has equal
-/// content.
+/// A lost model file of a DeepSpeed checkpoint, and another rank's model file that can be copied in
+/// place of the lost one.
 #[derive(Debug)]
 pub(crate) struct ReplacementFile {
     /// Name of the lost file.
@@ -118,9 +118,9 @@ pub(crate) fn find_lost_model_files(path: &Path) -> Result<Option<LostModelFiles
     Ok((!files.is_empty()).then_some(LostModelFiles { stage, world, files }))
 }
 
-/// Rebuilds a lost model file of a DeepSpeed checkpoint in the directory `path` by copying the zip
-/// members of another rank's model file; `donor` names both files. Removes a damaged file of this
-/// name first. The new file is not durable on return.
+/// Writes a copy of the model file `donor.source_file` of another rank as the lost model file
+/// `donor.lost_file` of a DeepSpeed checkpoint. Removes a damaged file of this name first. The new
+/// file is not durable on return.
 pub(crate) fn write_replacement_file(path: &Path, donor: &ReplacementFile) -> Result<()> {
     let directory = Directory::open(path)?;
     let (file, size) = directory.open_file(&donor.source_file, nix::fcntl::OFlag::empty())?;

@@ -11,11 +11,9 @@ use crate::diff::{DiffOptions, DiffSide, diff_checkpoints};
 use crate::error::Result;
 use crate::layout::deepspeed::{self, UNIVERSAL_SUFFIX};
 
-/// Rebuilds the lost model files of a DeepSpeed checkpoint, in its subdirectory `tag` of
-/// `repair_dir` (a copy of the damaged directory, in which the repair takes place), and adds a line
-/// for the user to `repair_dir` for each file. Rebuilds the files from the model files of other
-/// ranks, or else from a universal checkpoint of the same state. Does nothing if no model file is
-/// lost.
+/// Rebuilds missing or damaged model files of the DeepSpeed checkpoint in the subdirectory `tag` of
+/// the copy that a repair modifies. Rebuilds the files from the model files of other ranks, or else
+/// from a universal checkpoint of the same state. Does nothing if no model file is lost.
 ///
 /// # Errors
 /// Fails if there is no universal checkpoint of this state, and the model files of other ranks
@@ -94,8 +92,8 @@ fn copy_model_files_from_universal(
     Ok(false)
 }
 
-/// Returns true if the repaired DeepSpeed checkpoint `tag` is intact, and its tensors have exactly
-/// the bits of those in the universal checkpoint `source`.
+/// Returns true if the repaired DeepSpeed checkpoint `tag` is intact, and each tensor has the bits
+/// of that in the universal checkpoint `source`.
 fn has_same_state(repair_dir: &RepairDir, tag: &str, source: &ExternalCheckpoint) -> bool {
     let Ok(repaired) = open_if_sound(&repair_dir.dir.join(tag)) else { return false };
     let (a, b) = (

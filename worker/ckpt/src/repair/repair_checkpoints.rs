@@ -96,8 +96,8 @@ pub fn repair_checkpoints(path: &Path, options: &RepairOptions) -> Result<Repair
     Ok(report)
 }
 
-/// Renames the hidden repaired copy of the checkpoint to `target` if the repair changed something,
-/// and records the result in `report`. An incomplete repair does not replace the original.
+/// Renames the repaired copy of the checkpoint from its hidden name to `target`, if the repair has
+/// changed a file. An incomplete repair does not replace the original.
 fn publish_repaired_copy(
     repair_dir: &RepairDir,
     target: &Path,
@@ -166,8 +166,8 @@ fn rename_repaired_copy(
     Ok(Some(kept))
 }
 
-/// Updates the lists of written files that launch stores next to gathered weights and converted
-/// checkpoints, in the hidden copy of the checkpoint, because the repair has replaced files.
+/// Updates the lists of file hashes that launch stores next to exported weights and converted
+/// checkpoints, after a repair has replaced files.
 fn update_output_records(repair_dir: &RepairDir) -> Result<()> {
     for directory in ["", RUN_WEIGHTS_DIR] {
         let (copy, original) = (repair_dir.dir.join(directory), repair_dir.original.join(directory));
@@ -214,9 +214,9 @@ fn list_tensors_with_non_finite_values(report: &VerifyReport) -> Result<Vec<Stri
     Ok(lines)
 }
 
-/// Converts damage that could not be repaired to an entry of the repair's report. The file is the
-/// subject of the loss only if a part is missing, because the text of other damage already names
-/// the file.
+/// Converts the description of damage that remains after a repair to an entry of the repair's
+/// report to the user. The file is the subject of the loss only if a part is missing, because the
+/// text of other damage already names the file.
 fn convert_damage_to_loss(damage: &Damage) -> RepairLoss {
     match &damage.reason {
         DamageReason::PartMissing(_) => {
@@ -226,8 +226,8 @@ fn convert_damage_to_loss(damage: &Damage) -> RepairLoss {
     }
 }
 
-/// Adds `loss`, a file or checkpoint that could not be rebuilt, to the report of the repair, unless
-/// other entries already state all of its reasons.
+/// Adds the unrepaired file or checkpoint `loss` to the report of a repair, unless the report
+/// already contains the reasons.
 fn add_loss_if_new(repair_dir: &mut RepairDir, loss: RepairLoss) {
     let is_known = |reason: &String| repair_dir.lost.iter().any(|l| l.reasons.contains(reason));
     if !loss.reasons.iter().all(is_known) {

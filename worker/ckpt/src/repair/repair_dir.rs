@@ -1,5 +1,5 @@
-//! [`RepairDir`]: the hidden copy of a damaged checkpoint, in which the repair takes place so that
-//! the original is not modified.
+//! [`RepairDir`]: the copy of a damaged checkpoint directory, in which a repair changes files while
+//! the original stays unmodified.
 use super::repair_loss::RepairLoss;
 use crate::codec::disk::{self, Directory};
 use crate::error::{CkptError, Result};
@@ -8,8 +8,8 @@ use std::fs::OpenOptions;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The hidden copy of a damaged checkpoint, in which the repair takes place so that the original is
-/// not modified, and the list of what was repaired so far.
+/// The copy of a damaged checkpoint directory in which a repair changes files, and the list of the
+/// repaired files.
 pub(super) struct RepairDir {
     /// The directory to repair, which is never modified.
     pub(super) original: PathBuf,
@@ -26,15 +26,14 @@ pub(super) struct RepairDir {
 }
 
 impl RepairDir {
-    /// Replaces the file `name` in the hidden copy of the damaged checkpoint, at first a hard link
-    /// to the original file, by a real copy, which the repair may then modify. Only a file that was
-    /// replaced in this way may be modified.
+    /// Replaces the hard link `name` in the copied checkpoint by a real copy of the file, so that
+    /// the repair can modify it. Only a file that was replaced in this way may be modified.
     pub(super) fn replace_link_by_copy(&self, name: &str) -> Result<()> {
         self.copy_file_in(&self.original.join(name), name)
     }
 
-    /// Copies the file `from` to `name` in the hidden copy of the checkpoint, in which the repair
-    /// takes place. Replaces an existing file.
+    /// Copies the file `from` to the relative path `name` in the copy of the checkpoint that a
+    /// repair modifies. Replaces an existing file.
     pub(super) fn copy_file_in(&self, from: &Path, name: &str) -> Result<()> {
         let to = self.dir.join(name);
         disk::unlink(&to)?;
@@ -44,8 +43,8 @@ impl RepairDir {
         io::copy(&mut source, &mut target).map(drop).map_err(CkptError::io("copy", from))
     }
 
-    /// Writes the file `name` in the hidden copy of the checkpoint, in which the repair takes place
-    /// so that the original is not modified. Replaces an existing file.
+    /// Writes a file with the relative path `name` and the content `content` to the copy of the
+    /// checkpoint that a repair modifies. Replaces an existing file.
     pub(super) fn write_file(&self, name: &str, content: &[u8]) -> Result<()> {
         let to = self.dir.join(name);
         disk::unlink(&to)?;
@@ -61,8 +60,8 @@ impl RepairDir {
         TempDir(self.dir.with_file_name(name))
     }
 
-    /// Replaces the path and the name of the hidden copy of the checkpoint by those of the original
-    /// in `lines`, messages that are shown to the user.
+    /// Replaces the path of the repaired copy by the path of the original checkpoint in `lines`,
+    /// which are messages to the user.
     pub(super) fn substitute_original_paths(&self, lines: impl Iterator<Item = String>) -> Vec<String> {
         let (hidden, shown) = (self.dir.display().to_string(), self.original.display().to_string());
         let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -81,7 +80,7 @@ impl Drop for TempDir {
     }
 }
 
-/// Joins the relative path `directory` and the file or directory name `name` to one relative path.
+/// Joins a relative directory path and the name of an entry to the relative path `directory/name`.
 /// An empty `directory` stands for the directory that contains the subdirectories.
 pub(super) fn join_subpath(directory: &str, name: &str) -> String {
     if directory.is_empty() { name.to_owned() } else { format!("{directory}/{name}") }

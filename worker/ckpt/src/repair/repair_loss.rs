@@ -14,13 +14,13 @@ pub(super) struct RepairLoss {
 }
 
 impl RepairLoss {
-    /// Records that the file or checkpoint `subject` could not be rebuilt, without a remark.
+    /// Creates the entry of a repair's report that the file or checkpoint `subject` could not be
+    /// rebuilt because of `reasons`.
     pub(super) fn new(subject: impl Into<String>, reasons: Vec<String>) -> RepairLoss {
         RepairLoss { subject: subject.into(), reasons, remark: String::new() }
     }
 
-    /// Adds the remark `remark` to the report that a file or checkpoint could not be rebuilt, and
-    /// returns the report.
+    /// Adds the sentence `remark` to this entry of a repair's report.
     pub(super) fn with_remark(mut self, remark: impl Into<String>) -> RepairLoss {
         self.remark = remark.into();
         self

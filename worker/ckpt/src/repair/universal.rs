@@ -20,8 +20,8 @@ const SIBLING_DIRS_MAX: usize = 64;
 /// training state.
 const COMPARED_TENSOR_FILES: [&str; 4] = ["fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "momentum_buffer.pt"];
 
-/// Repairs the newest universal checkpoint that can be completed in one directory of the hidden
-/// copy, and points `latest_universal` to this checkpoint.
+/// Repairs the newest repairable universal checkpoint in the subdirectory `directory` of the copy,
+/// and lets `latest_universal` name it.
 pub(super) fn repair_universal(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     let opened = Directory::open(&path)?;
@@ -54,9 +54,9 @@ pub(super) fn repair_universal(repair_dir: &mut RepairDir, directory: &str) -> R
     Ok(())
 }
 
-/// Rebuilds missing files of the universal checkpoint with the relative path `tag` from a ZeRO
-/// checkpoint of the same training state, unless the universal checkpoint is intact. Returns true
-/// if the checkpoint is intact afterwards. If not, reports it as lost.
+/// Rebuilds the missing files of the universal checkpoint `tag` from a ZeRO checkpoint that was
+/// saved from equal training state. Returns true if the checkpoint is intact afterwards. If not,
+/// reports it as lost.
 fn repair_universal_tag(repair_dir: &mut RepairDir, tag: &str) -> Result<bool> {
     let Err(why) = open_if_sound(&repair_dir.dir.join(tag)) else { return Ok(true) };
     let before = repair_dir.rebuilt.len();
@@ -72,17 +72,17 @@ fn repair_universal_tag(repair_dir: &mut RepairDir, tag: &str) -> Result<bool> {
     Ok(false)
 }
 
-/// Finds the intact ZeRO checkpoints that may have the same training state as the universal
-/// checkpoint with the relative path `tag`. Their name is `tag` without [`UNIVERSAL_SUFFIX`], and
-/// they are next to `tag` or in sibling directories.
+/// Finds the intact ZeRO checkpoints that may have been saved from the training state of the
+/// universal checkpoint `tag`. Their name is `tag` without [`UNIVERSAL_SUFFIX`], and they are next
+/// to `tag` or in sibling directories.
 fn find_zero_checkpoints(repair_dir: &RepairDir, tag: &str) -> Result<Vec<ExternalCheckpoint>> {
     let name = |name: &str| name.strip_suffix(UNIVERSAL_SUFFIX).unwrap_or(name).to_owned();
     find_related_checkpoints(repair_dir, tag, name, deepspeed::is_tag_directory)
 }
 
-/// Finds intact checkpoints of another kind (ZeRO or universal) that may have the same training
-/// state as the checkpoint with the relative path `tag`. `derive_name` derives the name of such a
-/// checkpoint from that of the tag, and `is_kind` recognizes the kind.
+/// Finds intact ZeRO or universal checkpoints in and near the directory of the checkpoint `tag`,
+/// whose training state may be equal. `derive_name` derives the name of such a checkpoint from that
+/// of the tag, and `is_kind` recognizes the kind.
 pub(super) fn find_related_checkpoints(
     repair_dir: &RepairDir,
     tag: &str,
@@ -95,9 +95,9 @@ pub(super) fn find_related_checkpoints(
     Ok(paths.filter(|p| path_exists(p) && is_kind(p)).filter_map(|p| open_if_sound(&p).ok()).collect())
 }
 
-/// Lists the paths at which a checkpoint named `name` may exist that has the same training state as
-/// the checkpoint with the relative path `tag`. One path is next to the tag. The others are in the
-/// directories next to the one that contains the tag. The paths may not exist.
+/// Lists paths named `name` next to the checkpoint `tag`, and in neighboring directories, where a
+/// checkpoint with equal training state may exist. One path is next to the tag. The others are in
+/// the directories next to the one that contains the tag. The paths may not exist.
 fn list_candidate_paths(repair_dir: &RepairDir, tag: &str, name: &str) -> Result<Vec<PathBuf>> {
     let at = repair_dir.original.join(tag);
     let mut places =

@@ -20,8 +20,8 @@ use std::collections::BTreeMap;
 const SINGLE_WEIGHTS_FILE: &str = "model.safetensors";
 /// Name of the index file, which states in which safetensors file each weight is stored.
 const WEIGHT_INDEX_FILE: &str = "model.safetensors.index.json";
-/// The reason that the report of a repair states for weights that were gathered because they were
-/// missing.
+/// The reason in a repair's report for weights that were exported from the training state again
+/// because their files were missing.
 const MISSING_WEIGHTS_REASON: &str = "the weights are missing";
 /// Maximum number of safetensors files that the weights of a model may have.
 const SHARDS_MAX: u64 = 100_000;
@@ -30,7 +30,8 @@ const SHARDS_MAX: u64 = 100_000;
 const OTHER_WEIGHT_FILES: [&str; 4] =
     ["pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.safetensors", "adapter_model.bin"];
 
-/// Whether the safetensors weights in a directory are complete, and what can be repaired.
+/// The condition of the safetensors weights in a directory: complete, without a correct index file,
+/// damaged, or absent.
 enum WeightsCondition {
     /// All weight files exist and have valid headers, and the index is right.
     Sound,
@@ -43,9 +44,9 @@ enum WeightsCondition {
     None,
 }
 
-/// Repairs the Hugging Face weights in the subdirectory `directory` of the hidden copy of the
-/// damaged checkpoint. Rebuilds the index, or gathers the weights from the DeepSpeed state in
-/// `directory`. Reports a loss if there is no such state.
+/// Repairs the Hugging Face weights in the subdirectory `directory` of the copy that a repair
+/// modifies. Rebuilds the index, or gathers the weights from the DeepSpeed state in `directory`.
+/// Reports a loss if there is no such state.
 pub(super) fn repair_external_weights(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     let opened = Directory::open(&path)?;
@@ -75,9 +76,9 @@ pub(super) fn repair_external_weights(repair_dir: &mut RepairDir, directory: &st
     }
 }
 
-/// Writes the index file of weights files (which file contains which tensor) to the hidden copy of
-/// the damaged checkpoint, and reports that the index was rebuilt. `map` is the file by tensor
-/// name, and `bytes` the total size of the tensors.
+/// Writes a rebuilt index file, which states the weights file of each tensor, and adds the index to
+/// the list of repaired files. `map` is the file by tensor name, and `bytes` the total size of the
+/// tensors.
 fn write_index(
     repair_dir: &mut RepairDir,
     directory: &str,
@@ -94,9 +95,8 @@ fn write_index(
     Ok(())
 }
 
-/// Repairs a run's directory `weights` with its full (gathered) weights: rebuilds the index file,
-/// or gathers the weights again from the checkpoint `newest`. Does nothing if `repair_dir` has no
-/// such directory.
+/// Repairs the full weights of a run in the directory `weights`, from the run's checkpoint `newest`
+/// if necessary. Does nothing if `repair_dir` has no such directory.
 pub(super) fn repair_run_weights(repair_dir: &mut RepairDir, newest: &str) -> Result<()> {
     if !Directory::open(&repair_dir.dir)?.has_directory(RUN_WEIGHTS_DIR)? {
         return Ok(());
@@ -110,9 +110,8 @@ pub(super) fn repair_run_weights(repair_dir: &mut RepairDir, newest: &str) -> Re
     }
 }
 
-/// Replaces the full (gathered) weights of a run by weights that are gathered again, as BF16, from
-/// the run's checkpoint `newest`. `why` is the reason that the report gives for gathering the
-/// weights.
+/// Replaces the full weights of a run by BF16 weights that are assembled from the shards of its
+/// checkpoint `newest`. `why` is the reason that the report gives for gathering the weights.
 fn regather_from_native(repair_dir: &mut RepairDir, newest: &str, why: &str) -> Result<()> {
     let checkpoint = Checkpoint::open(&repair_dir.dir.join(newest))?;
     let from = format!("from {newest}");
@@ -120,18 +119,18 @@ fn regather_from_native(repair_dir: &mut RepairDir, newest: &str, why: &str) -> 
     regather_weights(repair_dir, RUN_WEIGHTS_DIR, &checkpoint, Some(Dtype::BF16), &from, why)
 }
 
-/// Replaces the Hugging Face weights next to a DeepSpeed checkpoint, in the hidden copy, by weights
-/// that are gathered from that checkpoint's state. Does nothing if the state isn't sound. `why` is
-/// the reason that the report gives for gathering the weights.
+/// Replaces the Hugging Face weights in a subdirectory of the copied checkpoint by weights from the
+/// DeepSpeed checkpoint in this subdirectory. Does nothing if the state isn't sound. `why` is the
+/// reason that the report gives for gathering the weights.
 fn regather_from_deepspeed(repair_dir: &mut RepairDir, directory: &str, why: &str) -> Result<()> {
     let Ok(state) = open_if_sound(&repair_dir.dir.join(directory)) else { return Ok(()) };
     let dtype = state.read_passthrough()?.precision;
     regather_weights(repair_dir, directory, &state, dtype, "from DeepSpeed's state", why)
 }
 
-/// Replaces the safetensors weights in a directory of the hidden copy of the damaged checkpoint by
-/// weights that are gathered from the intact checkpoint `source`. Adds a line about each new file
-/// to the report, with the origin `from` of the weights and the reason `why`.
+/// Replaces the safetensors weights in a directory by weights that are exported from the intact
+/// checkpoint `source`. Adds a line about each new file to the report, with the origin `from` of
+/// the weights and the reason `why`.
 fn regather_weights(
     repair_dir: &mut RepairDir,
     directory: &str,

@@ -120,8 +120,8 @@ fn decode_python_state(value: PickleView<'_>) -> RngDecodeResult<PythonRngState>
     })
 }
 
-/// Checks the position that is stored in a Mersenne Twister's state, and returns it as a u32. Fails
-/// if the position is beyond the 624 words.
+/// Checks the position of the next unused word in a Mersenne Twister's state, and returns it as a
+/// u32. Fails if the position is beyond the 624 words.
 fn check_twister_position(position: u64) -> RngDecodeResult<u32> {
     match u32::try_from(position) {
         Ok(p) if p as usize <= MERSENNE_TWISTER_WORDS => Ok(p),

@@ -1,5 +1,5 @@
-//! Divides the DeepSpeed state of a checkpoint among another number of ranks, in DeepSpeed's own
-//! layout.
+//! Rewrites the sharded DeepSpeed state of a checkpoint for another number of ranks, in DeepSpeed's
+//! own format.
 use crate::catalog::{ExternalCheckpoint, PassthroughState, TensorSource};
 use crate::codec::disk::{self, Directory, path_exists};
 use crate::codec::json::read_json;
@@ -12,15 +12,15 @@ use diagnostic::quantity::{format_bytes, format_count};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// Name of the file that records from which checkpoint, and with which options, `launch` prepared a
-/// directory for another number of ranks. A later start with the same world size reuses a directory
-/// with a matching record.
+/// Name of the JSON file in a checkpoint copy for another number of ranks that records the original
+/// checkpoint and the options. A later start with the same world size reuses a directory with a
+/// matching record.
 pub(super) const PREPARED_RECORD_FILE: &str = "launch_prepared.json";
-/// Limit on the size in bytes of the file that records how a directory was prepared for another
+/// Maximum size in bytes of `launch_prepared.json`, the record of a checkpoint copy for another
 /// number of ranks.
 const PREPARED_RECORD_BYTES_MAX: u64 = 1 << 20;
-/// The value of the field `format` by which the record of a directory's preparation for another
-/// number of ranks is recognized.
+/// The value of the field `format` in `launch_prepared.json`, the record of a checkpoint copy for
+/// another number of ranks.
 const PREPARED_RECORD_FORMAT: &str = "launch prepared checkpoint";
 /// Name of the file in which DeepSpeed stores the name of the newest checkpoint (tag).
 const LATEST_FILE: &str = "latest";
@@ -28,8 +28,8 @@ const LATEST_FILE: &str = "latest";
 /// DeepSpeed has the same default.
 const SUB_GROUP_SIZE: u64 = 1_000_000_000;
 
-/// What a directory prepared for another number of ranks records: the original checkpoint, and the
-/// options of the preparation.
+/// The content of `launch_prepared.json`, which records from which checkpoint and with which
+/// options a copy for another number of ranks was made.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct PreparedRecord {
     format: String,
@@ -47,8 +47,8 @@ pub(super) struct PreparedRecord {
 }
 
 impl PreparedRecord {
-    /// Creates the record that a directory for `world` ranks is prepared from the checkpoint in the
-    /// directory `dir`, whose name is `from`. Computes the fingerprint of `dir`.
+    /// Creates the record of a copy for `world` ranks of the checkpoint in the directory `dir`,
+    /// which is named `from`. Computes the fingerprint of `dir`.
     pub(super) fn new(dir: &Path, from: &str, world: u32, policy: String) -> Result<PreparedRecord> {
         let (format, source) = (PREPARED_RECORD_FORMAT.to_owned(), compute_source_fingerprint(dir)?);
         Ok(PreparedRecord {
@@ -62,14 +62,14 @@ impl PreparedRecord {
         })
     }
 
-    /// Returns true if both records state that the same original checkpoint was prepared with equal
-    /// options. The summaries may differ.
+    /// Returns true if both records describe a copy of one original checkpoint with an equal number
+    /// of ranks and policy. The summaries may differ.
     pub(super) fn has_same_request(&self, other: &PreparedRecord) -> bool {
         *self == PreparedRecord { summary: self.summary.clone(), ..other.clone() }
     }
 
-    /// Reads the record of a directory that was prepared for another number of ranks. Returns
-    /// `None` if the directory has no valid record.
+    /// Reads `launch_prepared.json` in the directory `dir`, the record of a checkpoint copy for
+    /// another number of ranks. Returns `None` if the directory has no valid record.
     pub(super) fn read(dir: &Path) -> Option<PreparedRecord> {
         let record: PreparedRecord =
             read_json(&Directory::open(dir).ok()?, PREPARED_RECORD_FILE, PREPARED_RECORD_BYTES_MAX).ok()?;
@@ -84,8 +84,8 @@ impl PreparedRecord {
     }
 }
 
-/// Returns true if `world` ranks can resume from the checkpoint only after its DeepSpeed state was
-/// divided among that number of ranks. The state of ZeRO stages 1 to 3 is sharded by rank, while
+/// Returns true if DeepSpeed sharded the state of the checkpoint for a number of ranks other than
+/// `world`, so that it must be resharded. The state of ZeRO stages 1 to 3 is sharded by rank, while
 /// stage 0 stores everything in one file.
 pub(super) fn needs_deepspeed_reshard(state: &ExternalCheckpoint, world: u32) -> bool {
     let facts = state.facts();
@@ -108,8 +108,8 @@ pub(super) fn check_loadable_by_deepspeed(dir: &Path, state: &ExternalCheckpoint
     }
 }
 
-/// Returns true if the entry `name` of the original checkpoint's directory must be replaced when
-/// the state is divided among another number of ranks.
+/// Returns true if a copy of the checkpoint for another number of ranks gets a new version of the
+/// original directory's entry `name`.
 pub(super) fn is_replaced_entry(state: &ExternalCheckpoint, name: &str) -> bool {
     name == state.facts().tag || [LATEST_FILE, "latest_universal", PREPARED_RECORD_FILE].contains(&name)
 }

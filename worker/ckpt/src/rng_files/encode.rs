@@ -127,8 +127,8 @@ impl PickleWriter {
         self.out.push(b't');
     }
 
-    /// Writes a byte string to the pickle as Latin-1 text with a call that encodes the text,
-    /// because protocol 2 has no opcode for bytes.
+    /// Writes a byte string to the pickle in the form of protocol 2, as a call that encodes Latin-1
+    /// text.
     fn write_latin1_bytes(&mut self, bytes: &[u8]) {
         self.write_global("_codecs", "encode");
         let text: String = bytes.iter().map(|&b| char::from(b)).collect();
@@ -137,8 +137,8 @@ impl PickleWriter {
         self.out.extend(b"\x86R");
     }
 
-    /// Writes a one-dimensional tensor of u8 to the pickle, and keeps its bytes as a storage (flat
-    /// array), which becomes a separate member of the torch file.
+    /// Writes a reference to a one-dimensional U8 tensor to the pickle, and stores its bytes for a
+    /// separate member of the torch file.
     fn write_tensor(&mut self, bytes: &[u8]) {
         let (key, len) = (self.storages.len().to_string(), bytes.len() as i64);
         self.storages.push(bytes.to_vec());

@@ -10,9 +10,9 @@ const DEPTH_MAX: u32 = 16;
 /// Limit on the number of files and directories in a tree that is duplicated.
 const ENTRIES_MAX: usize = 1 << 20;
 
-/// Creates the directory `to` with links to or copies of every file in `from` and its
-/// subdirectories. Leaves out the top-level entries whose names satisfy `skip`. The content of `to`
-/// is durable on return, but not the entry of `to` in its parent.
+/// Creates the directory `to` with hard links to all files in `from` and its subdirectories, or
+/// with copies where links are impossible. Leaves out the top-level entries whose names satisfy
+/// `skip`. The content of `to` is durable on return, but not the entry of `to` in its parent.
 ///
 /// # Errors
 /// Fails if `from` holds a symbolic link or a device, is nested too deep, has too many entries, or
@@ -22,9 +22,9 @@ pub(crate) fn link_or_copy_tree(from: &Path, to: &Path, skip: &dyn Fn(&str) -> b
     link_or_copy_subtree(from, to, skip, DEPTH_MAX, &mut left)
 }
 
-/// Duplicates the directory `from` with hard links or copies, and fails if it is nested more than
-/// `depth` levels deep or has more than `left` entries. Leaves out the entries of `from` itself
-/// whose names satisfy `skip`. Subtracts the number of duplicated entries from `left`.
+/// Creates the directory `to` with hard links to, or copies of, all files in `from`, and fails for
+/// more than `depth` levels of subdirectories. Leaves out the entries of `from` itself whose names
+/// satisfy `skip`. Subtracts the number of duplicated entries from `left`.
 ///
 /// # Errors
 ///
@@ -76,18 +76,17 @@ fn link_or_copy_file(source: &Path, target: &Path) -> Result<()> {
     copied.sync_all().map_err(CkptError::io("fsync", target))
 }
 
-/// A hidden directory in which a directory is built, before it is renamed to its final name.
-/// Dropping the value removes the directory if `dir` still exists.
+/// A hidden directory to which the files of a new directory are written until it is complete and
+/// gets its final name. Dropping the value removes the directory if `dir` still exists.
 pub(crate) struct ScratchDir {
     /// Path of the scratch directory, which may not exist yet.
     pub(crate) dir: std::path::PathBuf,
 }
 
 impl ScratchDir {
-    /// Chooses the path of a hidden directory in `parent` in which the directory `name` is built,
-    /// without creating it. Removes every existing scratch directory for `name`. The caller must
-    /// hold the lock of `parent`, so that only killed processes can have left such directories
-    /// behind.
+    /// Returns a hidden path in `parent` for building the directory `name`, and does not create the
+    /// directory yet. Removes every existing scratch directory for `name`. The caller must hold the
+    /// lock of `parent`, so that only killed processes can have left such directories behind.
     pub(crate) fn new(parent: &Path, name: &str) -> Result<ScratchDir> {
         let prefix = format!(".saving-{name}-");
         for left in Directory::open(parent)?.list_names()?.iter().filter(|n| n.starts_with(&prefix)) {

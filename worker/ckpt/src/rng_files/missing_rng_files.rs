@@ -15,8 +15,8 @@ use std::path::Path;
 /// requires a file of every rank.
 const CREATED_RANKS_MAX: u32 = 1 << 14;
 
-/// The files with random generator states that were created for ranks whose files were lost, and
-/// how these states were assigned.
+/// The names of random generator state files that were created for ranks without a file, and how
+/// the states in these files were chosen.
 pub(crate) struct CreatedRngFiles {
     /// Names of the created files, in the order of ranks.
     pub(crate) files: Vec<String>,
@@ -93,8 +93,8 @@ pub(crate) fn create_missing_rng_files(
     Ok(Some(CreatedRngFiles { files, decision }))
 }
 
-/// Returns the largest number of GPUs that a rank saw when it saved its random generator states, or
-/// `None` if no rank saved a list of CUDA generator states.
+/// Returns the largest number of CUDA generator states that one rank saved, which is the number of
+/// GPUs that the rank saw.
 fn count_visible_gpus(old: &[RankRngStates]) -> Option<u32> {
     let lists = old.iter().filter_map(|s| match &s.cuda {
         Some(TorchCudaStates::PerDevice(devices)) => u32::try_from(devices.len()).ok(),

@@ -17,8 +17,8 @@ const READ_RANKS_MAX: u32 = 1 << 16;
 /// Name of the file that records how `launch` created the random generator states of all ranks in a
 /// directory.
 pub const RNG_RECORD_FILE: &str = "launch_rng.json";
-/// Limit on the size in bytes of the file that records how `launch` created the random generator
-/// states in a directory.
+/// Maximum size in bytes of the file in which launch records where a directory's random generator
+/// states come from.
 const RNG_RECORD_BYTES_MAX: u64 = 1 << 20;
 
 /// The random generator states of all ranks, as the files of a checkpoint directory store them.
@@ -32,7 +32,7 @@ pub struct AllRankRngStates {
     pub file_names: Vec<String>,
 }
 
-/// The hash of one random generator's state of one rank, for `launch ckpt inspect`.
+/// The hash of the state of one rank's random generator, as `launch ckpt inspect` shows it.
 #[derive(Clone, Debug, Serialize)]
 pub struct RngStateDigest {
     /// The rank that saved the stream.
@@ -72,8 +72,8 @@ pub(crate) fn parse_rank_file_name(name: &str) -> Option<(RngFormat, u32)> {
     }
 }
 
-/// Returns true if the file `name` contains the random generator states of a rank, or records how
-/// `launch` created such states. These files depend on the number of ranks.
+/// Returns true if `name` is the name of a rank's random generator state file, or of launch's
+/// record about such files. These files depend on the number of ranks.
 pub(super) fn is_rng_file(name: &str) -> bool {
     parse_rank_file_name(name).is_some() || name == RNG_RECORD_FILE
 }
@@ -144,9 +144,9 @@ pub fn compute_rng_state_digests(path: &Path) -> Result<Vec<RngStateDigest>> {
     Ok(rows.collect())
 }
 
-/// Writes the files with the random generator states of all ranks to the directory `path`, and a
-/// record of the checkpoint from which they were derived. Fails if a file of the same name exists.
-/// The content of the files is durable on return, but not their directory entries.
+/// Writes one random generator state file per rank to the directory `path`, and a record of the
+/// checkpoint from which the states were taken. Fails if a file of the same name exists. The
+/// content of the files is durable on return, but not their directory entries.
 pub(super) fn write_all_rank_states(
     path: &Path,
     writer: RngFormat,
@@ -164,8 +164,8 @@ pub(super) fn write_all_rank_states(
     Ok(())
 }
 
-/// What `launch` records about random generator states that it created in a directory: the original
-/// checkpoint, and how its states were assigned to ranks.
+/// The content of the file that records from which checkpoint launch took a directory's random
+/// generator states, and how ranks got them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RngRecord {
     /// Name of the record's format, always `launch rng record`.
@@ -180,14 +180,14 @@ pub struct RngRecord {
 }
 
 impl RngRecord {
-    /// Creates the record that the random generator states of a directory were derived from those
-    /// of the checkpoint named `from`, in the way that `decision` describes.
+    /// Creates the record for a directory whose random generator states were assigned from the
+    /// checkpoint `from` as `decision` describes.
     pub(super) fn new(from: String, decision: RngDecision) -> RngRecord {
         RngRecord { format: "launch rng record".into(), version: 1, from, decision }
     }
 
-    /// Reads the file that records from which checkpoint the random generator states in the
-    /// directory `path` were derived, and how. Returns `None` if the directory has no record.
+    /// Reads the record of the checkpoint from which launch took the random generator states in the
+    /// directory `path`. Returns `None` if the directory has no record.
     ///
     /// # Errors
     /// Fails if the record is damaged or of another version.

@@ -27,9 +27,8 @@ pub enum ReconcilePolicy {
     Reseed,
 }
 
-/// Which ranks have equal states of a random generator: all ranks, those of one data-parallel rank,
-/// or the ranks that hold the same part of the model, such as an expert or a tensor-parallel shard
-/// (the owner).
+/// The ranks that share the state of a random generator: all ranks, only one data-parallel rank, or
+/// the ranks that hold one part of the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RngStreamScope {
@@ -42,8 +41,8 @@ pub enum RngStreamScope {
     PerOwner,
 }
 
-/// From where a random generator of the new ranks gets its state: from the same rank, from any old
-/// rank, from the rank that held the same part of the model, or from a new seed.
+/// The source of a new rank's random generator state after a change of the number of ranks, such as
+/// an old rank or a new seed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RngStreamAssignment {
@@ -57,8 +56,8 @@ pub enum RngStreamAssignment {
     Reseeded,
 }
 
-/// How random generator states are assigned to another number of ranks: the number, the policy, and
-/// the seed of new states.
+/// Options for assigning saved random generator states to a new number of ranks, such as this
+/// number and the seed of new states.
 #[derive(Clone, Debug)]
 pub struct ReconcileOptions {
     /// Number of ranks that resume.
@@ -84,7 +83,7 @@ pub struct ReconcileOptions {
 
 impl ReconcileOptions {
     /// Creates options for assigning random generator states to `world` ranks with the policy
-    /// `policy`, without any other option.
+    /// `policy`, and default values of all other options.
     pub fn new(world: u32, policy: ReconcilePolicy) -> ReconcileOptions {
         ReconcileOptions {
             world,
@@ -99,7 +98,8 @@ impl ReconcileOptions {
     }
 }
 
-/// How the states of one random generator, such as NumPy's, were assigned to the new ranks.
+/// The decision how the new ranks get the state of one random generator, such as NumPy's, after a
+/// change of the number of ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RngStreamDecision {
     /// Name of the kind of stream ([`RngStreamKind::name`]).
@@ -157,9 +157,9 @@ impl RngDecision {
     }
 }
 
-/// Derives the seed of a random generator of a new rank from the run's seed, the step, the rank,
-/// the kind of generator, and the number of earlier assignments of generator states (generation).
-/// The number of ranks is not hashed, so that a rank gets equal streams in any world size.
+/// Computes the hash from which a rank's random generator is seeded again after a change of the
+/// number of ranks. The number of ranks is not hashed, so that a rank gets equal streams in any
+/// world size.
 pub fn derive_stream_seed(run_seed: u64, generation: u64, step: u64, kind: RngStreamKind, rank: u64) -> Hash {
     let mut message = run_seed.to_le_bytes().to_vec();
     message.extend(b"rng-reconcile");
@@ -223,9 +223,10 @@ pub fn reconcile_rng_states(
     Ok((new, RngDecision { from_world, world, policy, generation, step, run_seed, streams }))
 }
 
-/// Computes the hash by which the states of a random generator are compared between two ranks. Of
-/// the CUDA states, only the state of the rank's device is hashed, since a rank leaves the
-/// generators of other devices idle. Returns `None` if the rank has no stream of this kind.
+/// Returns the hash of the state with which one rank's random generator is compared with those of
+/// other ranks. Of the CUDA states, only the state of the rank's device is hashed, since a rank
+/// leaves the generators of other devices idle. Returns `None` if the rank has no stream of this
+/// kind.
 fn compute_comparable_digest(states: &RankRngStates, kind: RngStreamKind, rank: usize) -> Option<Hash> {
     match (kind, &states.cuda) {
         (RngStreamKind::TorchCuda, Some(cuda)) => rank_cuda_state(cuda, rank).map(|d| Hash::digest(&d.0)),
@@ -240,8 +241,8 @@ fn rank_cuda_state(cuda: &TorchCudaStates, rank: usize) -> Option<TorchCudaState
     devices.get(rank.checked_rem(devices.len())?).copied()
 }
 
-/// Determines which ranks have equal states of the random generator `kind`, from the options or
-/// else by comparing the states.
+/// Determines whether all ranks share the state of the random generator `kind`, or each
+/// data-parallel rank or part of the model has a separate one.
 ///
 /// # Errors
 /// Fails if the options declare a stream as replicated and the states of the ranks differ.
@@ -296,8 +297,8 @@ fn decide_stream_assignment(
     }
 }
 
-/// Finds the first old rank that held the same part of the model (owner), such as an expert, as the
-/// new rank `rank` holds, because the new rank continues its random generator.
+/// Finds the old rank from which the new rank `rank` takes its random generator state, because both
+/// hold an equal part of the model.
 ///
 /// # Errors
 /// Fails if the options list no owners, or if no old rank had this owner.
@@ -314,9 +315,8 @@ fn find_old_rank_with_same_owner(
     old_rank.ok_or(ReconcileError::OwnerWithoutStream { kind, rank })
 }
 
-/// Copies the state of the random generator `kind` from the states `from` of the old rank `rank` to
-/// the states `to` of a new rank. Of the CUDA states, only the state of the old rank's device is
-/// copied.
+/// Copies the state of the random generator `kind` from the old rank `rank` to a new rank. Of the
+/// CUDA states, only the state of the old rank's device is copied.
 fn copy_rng_stream(to: &mut RankRngStates, from: &RankRngStates, kind: RngStreamKind, rank: usize) {
     match kind {
         RngStreamKind::Python => to.python.clone_from(&from.python),
@@ -329,10 +329,10 @@ fn copy_rng_stream(to: &mut RankRngStates, from: &RankRngStates, kind: RngStream
     }
 }
 
-/// Replaces the state of the random generator `kind` in `states`, the generator states of one rank,
-/// by one that is seeded with the bits of `hash`. All 256 bits of the hash seed a Mersenne Twister
-/// (`init_by_array` of the hash as eight little-endian words). The first eight bytes of the hash
-/// become the seed that torch reports, and the only seed of a CUDA generator.
+/// Replaces one rank's state of the random generator `kind` by a new state that is seeded with
+/// `hash`. All 256 bits of the hash seed a Mersenne Twister (`init_by_array` of the hash as eight
+/// little-endian words). The first eight bytes of the hash become the seed that torch reports, and
+/// the only seed of a CUDA generator.
 fn reseed_rng_stream(states: &mut RankRngStates, kind: RngStreamKind, hash: &Hash) {
     let words: Vec<u32> = hash.0.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
     let mut first = [0u8; 8];
@@ -358,10 +358,10 @@ fn reseed_rng_stream(states: &mut RankRngStates, kind: RngStreamKind, hash: &Has
     }
 }
 
-/// Replaces a rank's single CUDA generator state by a list with one state per visible GPU, which is
-/// the form that a run with several ranks loads. `options.gpus` is the number of visible GPUs. If
-/// `options.gpus` is `None`, derives the number from `old`, the states of the old ranks. Does
-/// nothing if the rank has no single CUDA state.
+/// Replaces a rank's single CUDA generator state by a list with one state per visible GPU, as a run
+/// with several ranks expects. `options.gpus` is the number of visible GPUs. If `options.gpus` is
+/// `None`, derives the number from `old`, the states of the old ranks. Does nothing if the rank has
+/// no single CUDA state.
 fn expand_cuda_states(states: &mut RankRngStates, old: &[RankRngStates], options: &ReconcileOptions) {
     let Some(TorchCudaStates::SingleDevice(state)) = states.cuda else { return };
     if options.world == 1 && options.gpus.is_none() {

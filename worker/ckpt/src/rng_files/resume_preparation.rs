@@ -25,7 +25,8 @@ use std::path::{Path, PathBuf};
 /// Name of the directory with the optimizer state in sharded FSDP checkpoints of Accelerate.
 const FSDP_OPTIMIZER_DIR: &str = "optimizer_0";
 
-/// Where a checkpoint that was prepared for another number of ranks is written.
+/// The place to which a checkpoint copy for another number of ranks is written: next to the
+/// original, at a given path, or over the original.
 #[derive(Clone, Debug)]
 pub enum PrepareDestination {
     /// The path `launch-wM/NAME` next to the checkpoint `NAME`, where M is the number of ranks.
@@ -51,14 +52,14 @@ pub struct PreparedCheckpoint {
 }
 
 impl PreparedCheckpoint {
-    /// Returns the original checkpoint in `dir` as the prepared one, because it already fits the
-    /// requested number of ranks.
+    /// Returns the original checkpoint directory `dir` for the case that the requested number of
+    /// ranks can resume from it without changes.
     fn from_unchanged_original(dir: &Path, lines: Vec<String>) -> PreparedCheckpoint {
         PreparedCheckpoint { path: dir.to_owned(), decision: None, lines, is_reused: false }
     }
 }
 
-/// Writes a copy of a checkpoint whose random generator states (RNG) are assigned to exactly
+/// Writes a copy of a checkpoint in which the random generator states (RNG) are assigned to
 /// `options.world` ranks. All other files are hard links to the original files.
 ///
 /// # Errors
@@ -128,9 +129,9 @@ pub fn prepare_resume_directory(dir: &Path, options: &ReconcileOptions) -> Resul
     rewrite_for_world_size(dir, &checkpoint, old_world, options, resharded, record)
 }
 
-/// Builds a directory from which another number of ranks can resume, or from which ranks resume
-/// with newly seeded random generators. `resharded` is DeepSpeed's state, or `None` if no state
-/// must be resharded.
+/// Writes a copy of a checkpoint for another number of ranks, or with newly seeded random
+/// generators, and returns its path. `resharded` is DeepSpeed's state, or `None` if no state must
+/// be resharded.
 fn rewrite_for_world_size(
     dir: &Path,
     checkpoint: &HfCheckpoint,
@@ -298,10 +299,10 @@ impl HfCheckpoint {
         }
     }
 
-    /// Finds the directory that an earlier start of the job prepared from this checkpoint for
-    /// resuming with `world` ranks, and returns it with its record. Returns `None` if no such
-    /// directory has a valid record. The caller must check that the record matches the original
-    /// checkpoint and the options.
+    /// Finds the copy of this checkpoint for `world` ranks that an earlier start of the job has
+    /// made, and returns its path and its record. Returns `None` if no such directory has a valid
+    /// record. The caller must check that the record matches the original checkpoint and the
+    /// options.
     fn find_earlier_prepared_dir(&self, world: u32) -> Option<(PathBuf, deepspeed_reshard::PreparedRecord)> {
         let path = prepared_sibling_path(&self.parent, world, &self.name);
         let record = deepspeed_reshard::PreparedRecord::read(&path)?;
@@ -327,9 +328,9 @@ impl HfCheckpoint {
         Ok((ranks, decision))
     }
 
-    /// Returns a number (generation) for the next assignment of the random generator states to
-    /// ranks, which is the highest recorded one plus 1. Reads the record of the checkpoint, and the
-    /// records of earlier steps in the prepared directories next to the checkpoint.
+    /// Returns the number of times that the run's random generator states have been assigned to
+    /// ranks, plus 1 for the next assignment. Reads the record of the checkpoint, and the records
+    /// of earlier steps in the prepared directories next to the checkpoint.
     fn next_rng_generation(&self) -> Result<u64> {
         let mut newest = RngRecord::read(&self.parent.join(&self.name))?.map_or(0, |r| r.decision.generation);
         for sibling in
@@ -361,16 +362,15 @@ fn prepared_sibling_path(parent: &Path, world: u32, name: &str) -> PathBuf {
     parent.join(format!("launch-w{world}")).join(name)
 }
 
-/// Returns true if `launch` created the directory `target` by preparing the checkpoint named `name`
-/// for another number of ranks.
+/// Returns true if launch created the directory `target` as a copy of the checkpoint `name` for
+/// another number of ranks.
 fn was_prepared_from(target: &Path, name: &str) -> Result<bool> {
     let prepared = deepspeed_reshard::PreparedRecord::read(target).is_some_and(|r| r.from == name);
     Ok(prepared || RngRecord::read(target)?.is_some_and(|r| r.from == name))
 }
 
-/// Builds a directory with a prepared checkpoint: with links to the entries of the original, except
-/// those for whose names `skip` returns true, and with the files that `fill` writes. Then renames
-/// the directory to its final name, and returns the final path.
+/// Builds a copy of the checkpoint directory `dir` from links to its entries and from the new files
+/// that `fill` writes. Then renames the directory to its final name, and returns the final path.
 ///
 /// # Errors
 /// Fails if the destination exists and may not be replaced, another process works in its parent

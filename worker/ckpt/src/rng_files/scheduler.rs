@@ -1,5 +1,5 @@
-//! Adapts Accelerate's `scheduler.bin`, whose step counter grows with the number of processes, to
-//! another number of processes.
+//! Adapts the step counter in Accelerate's `scheduler.bin`, which counts the steps of all
+//! processes, to another number of processes.
 //!
 //! Accelerate steps a scheduler once per process, so its counter is optimizer steps × processes.
 use super::encode::{PickleWriter, ZipWriter};
@@ -28,10 +28,10 @@ pub(super) struct RescaledScheduler {
     pub(super) summary: String,
 }
 
-/// Adapts `scheduler.bin`, in which Accelerate counts the scheduler steps of all processes, from a
-/// run with `old` processes to `world` processes. Returns `None` if the file does not exist, the
-/// numbers of processes are equal, or the counter isn't optimizer steps × `old`. `done` is the
-/// number of optimizer updates. If `done` is `None`, `optimizer.bin` states the number.
+/// Adapts the step counter in Accelerate's `scheduler.bin` from `old` to `world` processes, and
+/// returns the new content of the file. Returns `None` if the file does not exist, the numbers of
+/// processes are equal, or the counter isn't optimizer steps × `old`. `done` is the number of
+/// optimizer updates. If `done` is `None`, `optimizer.bin` states the number.
 ///
 /// # Errors
 /// Fails if the file is damaged, or its counter can't be rescaled.
@@ -123,9 +123,9 @@ fn read_scheduler_pickle(directory: &Directory, file: &TorchFile) -> Result<Vec<
         .ok_or_else(|| CkptError::damaged(directory.path(), SCHEDULER_FILE, DamageReason::Truncated))
 }
 
-/// Replaces the integer that a pickled dict has for the key `key` by `after`, and returns the bytes
-/// of the new pickle. Returns `None` if `key` does not occur exactly once, or has a different value
-/// than `before`.
+/// Returns a copy of a pickle in which the integer `before` under the dict key `key` is replaced by
+/// `after`. Returns `None` if `key` does not occur exactly once, or has a different value than
+/// `before`.
 fn replace_pickled_integer(pickle: &[u8], key: &str, before: u64, after: i64) -> Option<Vec<u8>> {
     let mut text = PickleWriter { out: Vec::new(), storages: Vec::new() };
     text.write_text(key);

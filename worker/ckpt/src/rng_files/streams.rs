@@ -32,8 +32,8 @@ impl MersenneTwister {
         MersenneTwister { words, position: MERSENNE_TWISTER_WORDS as u32 }
     }
 
-    /// Seeds a Mersenne Twister with `init_by_array` of the reference implementation (mt19937ar.c),
-    /// as `random.seed(integer)` and `numpy.random.seed(list)` do.
+    /// Seeds a Mersenne Twister with a list of 32-bit words, by the function `init_by_array` of the
+    /// reference implementation (mt19937ar.c).
     pub(crate) fn from_key(key: &[u32]) -> MersenneTwister {
         let mut mt = MersenneTwister::from_seed(19_650_218);
         let w = &mut mt.words;
@@ -135,8 +135,8 @@ impl TorchCpuState {
         self.read_u64_at(0)
     }
 
-    /// Creates the state of torch's CPU random generator that has drawn no number yet, with the
-    /// words of the Mersenne Twister `twister`. `seed` is the seed that torch reports.
+    /// Creates the state of a newly seeded CPU random generator of torch from the words of the
+    /// Mersenne Twister `twister`. `seed` is the seed that torch reports.
     pub(crate) fn from_seed(seed: u64, twister: &MersenneTwister) -> TorchCpuState {
         let mut bytes = Box::new([0u8; CPU_RNG_STATE_BYTES]);
         bytes[..8].copy_from_slice(&seed.to_le_bytes());
@@ -168,8 +168,8 @@ impl TorchCudaState {
         }
     }
 
-    /// Creates the state of torch's random generator on a GPU with the seed `seed` that has drawn
-    /// no number yet (Philox offset 0).
+    /// Creates the state of a newly seeded CUDA random generator of torch, with the seed `seed` and
+    /// the Philox offset 0.
     pub(crate) fn from_seed(seed: u64) -> TorchCudaState {
         let mut bytes = [0u8; CUDA_RNG_STATE_BYTES];
         bytes[..8].copy_from_slice(&seed.to_le_bytes());
@@ -197,9 +197,9 @@ impl TorchCudaStates {
     }
 }
 
-/// The name of the NumPy module that a pickled array contains, which NumPy 2 changed. A rewritten
-/// file keeps the name, so that the NumPy version of the original file reads the file without a
-/// warning.
+/// The name under which a pickled NumPy array refers to its module, `numpy.core` before NumPy 2 and
+/// `numpy._core` since then. A rewritten file keeps the name, so that the NumPy version of the
+/// original file reads the file without a warning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NumpyModule {
     /// `numpy.core`, written by NumPy 1.
@@ -218,8 +218,8 @@ impl NumpyModule {
     }
 }
 
-/// A format of files with random generator states: the file names and dict keys that one program
-/// (HF Trainer or Accelerate) uses.
+/// The program whose file names and dict keys a random generator state file uses: HF Trainer or
+/// Accelerate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RngFormat {

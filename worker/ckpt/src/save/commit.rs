@@ -1,5 +1,5 @@
-//! Completes (commits) a save with renames, so that a checkpoint is complete or absent whenever the
-//! process is killed. Every rename of the crate happens in this module.
+//! Commits saved checkpoints by renaming their directories, so that a killed process never leaves
+//! an incomplete checkpoint under its final name. Every rename of the crate happens in this module.
 use super::parity::ParityFileReport;
 use super::shard_writer::ShardReport;
 use crate::catalog::RunFacts;
@@ -24,9 +24,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// rounding up to whole blocks.
 const OVERHEAD_BYTES: u64 = 4 << 20;
 
-/// The hidden directory to which a save writes until the checkpoint is complete, and the lock of
-/// the checkpoint directory. Dropping the value releases the lock. The drop also removes the hidden
-/// directory if the save was neither committed nor prepared.
+/// The hidden directory to which all ranks write a checkpoint until it is complete, together with
+/// the lock of the checkpoint directory. Dropping the value releases the lock. The drop also
+/// removes the hidden directory if the save was neither committed nor prepared.
 pub struct StagingDir {
     pub(crate) root: PathBuf,
     pub(crate) dir: PathBuf,
@@ -38,9 +38,9 @@ pub struct StagingDir {
 }
 
 impl StagingDir {
-    /// Prepares a save: creates the checkpoint directory `root` if needed and locks it, removes the
-    /// remains of interrupted saves, and creates the hidden directory for the new checkpoint.
-    /// `total_bytes` is the number of bytes that all ranks together write.
+    /// Locks the checkpoint directory `root`, removes the remains of interrupted saves, and creates
+    /// the hidden directory for a new checkpoint. `total_bytes` is the number of bytes that all
+    /// ranks together write.
     ///
     /// # Errors
     /// Fails with [`CkptError::InsufficientSpace`] if the file system of `root` has too little free
@@ -57,8 +57,8 @@ impl StagingDir {
         Ok(StagingDir { root: root.to_owned(), dir, step, keep_on_drop: false, _lock: lock })
     }
 
-    /// Returns the path of the hidden directory of the save, to which all ranks write their files
-    /// (shards).
+    /// Returns the path of the hidden directory to which all ranks write their shards during a
+    /// save.
     pub fn path(&self) -> &Path {
         &self.dir
     }
@@ -89,10 +89,9 @@ pub struct CommittedCheckpoint {
     pub bytes: u64,
 }
 
-/// Completes a save after every rank has written its file (shard): checks that the files contain
-/// every tensor exactly once, writes the manifest, and makes the checkpoint visible by renaming its
-/// hidden directory. Also updates the file `latest`. `reports` has one report per rank. An existing
-/// checkpoint of this step is replaced.
+/// Completes a save after all ranks have written their shards: writes the manifest and renames the
+/// hidden directory to its final name. Also updates the file `latest`. `reports` has one report per
+/// rank. An existing checkpoint of this step is replaced.
 ///
 /// # Errors
 /// Fails with [`CkptError::InvalidSave`] if the shards and `facts` don't form a complete
@@ -117,8 +116,8 @@ pub fn commit_save_with_parity(
     commit_save_replacing(staging, facts, reports, Some(parity), ReplaceMethod::AtomicExchange)
 }
 
-/// Completes a save, with or without parity files, and replaces an existing checkpoint of the same
-/// step, by an atomic exchange or by two renames as `swap` states.
+/// Completes a save, and replaces an existing checkpoint of equal step, by exchanging the
+/// directories or by two renames, as `swap` selects.
 pub(crate) fn commit_save_replacing(
     staging: StagingDir,
     facts: RunFacts,
@@ -142,8 +141,8 @@ pub(crate) fn commit_save_replacing(
     Ok(CommittedCheckpoint { path, bytes })
 }
 
-/// Checks that all ranks' files (shards) in `dir` exist with their reported sizes and contain every
-/// tensor, and writes the manifest durably. Returns the total size of all files in bytes.
+/// Checks that the shards in `dir` are complete, and writes the manifest of the checkpoint to `dir`
+/// durably. Returns the total size of all files in bytes.
 pub(crate) fn write_manifest(
     dir: &Path,
     facts: RunFacts,
@@ -159,8 +158,8 @@ pub(crate) fn write_manifest(
     Ok(bytes)
 }
 
-/// Fails with [`SaveProblem::FileSize`] if a file of a checkpoint does not have the size that the
-/// rank that wrote it reported.
+/// Fails with [`SaveProblem::FileSize`] if the size of a rank's file on disk differs from the size
+/// that the rank reported.
 pub(crate) fn require_reported_file(directory: &Directory, file: &FileEntry) -> Result<()> {
     let found = directory.file_size(&file.name)?;
     if found == Some(file.bytes) {
@@ -170,8 +169,8 @@ pub(crate) fn require_reported_file(directory: &Directory, file: &FileEntry) -> 
     Err(CkptError::invalid_save(SaveProblem::FileSize { file, expected, found }))
 }
 
-/// Creates the manifest of a checkpoint from the reports of all ranks about their files, and checks
-/// its consistency.
+/// Creates the manifest of a checkpoint from the lists of tensors and hashes that all ranks report
+/// about their shards.
 ///
 /// # Errors
 /// Fails with [`CkptError::InvalidSave`] if a rank's report is missing, or if the tensors in the
@@ -242,7 +241,8 @@ pub(crate) fn assemble_manifest(
     Ok(manifest)
 }
 
-/// Returns the manifest's entry of one tensor, with its pieces sorted by their first element.
+/// Returns the manifest's entry of one tensor, in which the pieces of the tensor are sorted by the
+/// index of their first element.
 fn make_tensor_entry(
     role: TensorRole,
     name: &str,
@@ -296,8 +296,8 @@ pub(crate) fn publish_directory(from: &Path, to: &Path, how: ReplaceMethod) -> R
     rename_path(&aside, from)
 }
 
-/// Renames a file or directory, with a place before and after it at which tests can kill the
-/// process (fault points). Does not sync the parent directory.
+/// Renames a file or directory, and passes a fault point before and after, at which a test can kill
+/// the process. Does not sync the parent directory.
 fn rename_path(from: &Path, to: &Path) -> Result<()> {
     fault_points::run_between_fault_points("rename", || fs::rename(from, to))
         .map_err(CkptError::io("rename", from))
@@ -309,8 +309,8 @@ pub(crate) fn update_latest(root: &Path, step: u64) -> Result<()> {
     replace_file(root, LATEST_TEMP_FILE, LATEST_FILE, encode_latest(step).as_bytes())
 }
 
-/// Replaces the small file `name` in the directory `root` atomically and durably, by writing
-/// `content` to a file named `new` and renaming it.
+/// Replaces the file `name` in the directory `root` by one with the content `content`, atomically
+/// and durably.
 pub(crate) fn replace_file(root: &Path, new: &str, name: &str, content: &[u8]) -> Result<()> {
     let new = root.join(new);
     disk::unlink(&new)?;

@@ -24,8 +24,8 @@ use std::path::{Path, PathBuf};
 
 /// Temporary name of the file [`HOST_ID_FILE`] (the id of the host) until it is complete.
 const HOST_ID_TEMP_FILE: &str = ".host-new";
-/// Maximum number of checkpoints that [`list_checkpoint_ids`] reads, newest first. Older ones are
-/// ignored.
+/// Maximum number of checkpoints that [`list_checkpoint_ids`] considers, starting with the newest
+/// step. Older ones are ignored.
 const LISTED_CHECKPOINTS_MAX: usize = 4096;
 
 impl StorageHost {
@@ -55,9 +55,9 @@ impl StorageHost {
     }
 }
 
-/// Encodes the manifest of a checkpoint whose ranks' files (shards) are stored on several hosts
-/// that share no directory. Every host stores a copy of it. `reports` has one report per rank. The
-/// shard of rank r is on `hosts[host_of_rank[r]]`.
+/// Builds the manifest of a checkpoint whose shards are on several hosts without a shared
+/// directory, and returns its text. Every host stores a copy of it. `reports` has one report per
+/// rank. The shard of rank r is on `hosts[host_of_rank[r]]`.
 ///
 /// # Errors
 /// Fails with [`CkptError::InvalidSave`] if the shards aren't a complete checkpoint, or a shard has
@@ -82,9 +82,8 @@ pub struct PreparedSave {
 }
 
 impl PreparedSave {
-    /// Prepares a commit, as the first of two phases, on the host with the id `id`: checks the
-    /// host's files (shards) in the hidden directory, writes the manifest `text` there, and syncs
-    /// the directory.
+    /// Checks the shards of the host `id` in the hidden directory of a save, writes the manifest
+    /// `text` there, and syncs the directory, but leaves the checkpoint hidden.
     ///
     /// # Errors
     /// Fails if a shard is missing or has the wrong size, or the manifest is of another step. The
@@ -110,9 +109,9 @@ impl PreparedSave {
         Ok(PreparedSave { staging, bytes })
     }
 
-    /// Performs the second of two phases of a commit: renames the prepared directory to the name of
-    /// its step, and updates the file `latest`. The caller must do so only after every host has
-    /// prepared.
+    /// Makes this host's part of a checkpoint visible: renames the hidden directory to the name of
+    /// the step, and updates the file `latest`, which names the newest checkpoint. The caller must
+    /// do so only after every host has prepared.
     pub fn complete(mut self) -> Result<CommittedCheckpoint> {
         let StagingDir { root, dir, step, .. } = &self.staging;
         let path = root.join(step_dir_name(*step));
@@ -123,9 +122,9 @@ impl PreparedSave {
         Ok(CommittedCheckpoint { path, bytes: self.bytes })
     }
 
-    /// Removes the host's prepared part of a checkpoint, which is not to become visible. The caller
-    /// must do so only if no host completes the checkpoint, for example because another host could
-    /// not prepare.
+    /// Deletes the hidden directory with this host's part of a checkpoint, so that the checkpoint
+    /// never becomes visible. The caller must do so only if no host completes the checkpoint, for
+    /// example because another host could not prepare.
     pub fn discard(mut self) {
         self.staging.keep_on_drop = false;
     }
@@ -141,9 +140,9 @@ pub struct HostLocalCheckpointId {
     pub hash: String,
 }
 
-/// Lists the step and the hash of the manifest of each checkpoint in launch's own format in the
-/// directory `root`, newest first, except those whose manifest does not match its hash. Ignores all
-/// checkpoints but the newest 4096.
+/// Lists the step and the manifest hash of each checkpoint in launch's own format in the directory
+/// `root`, newest first, without checkpoints that have a damaged manifest. Ignores all checkpoints
+/// but the newest 4096.
 pub fn list_checkpoint_ids(root: &Path) -> Result<Vec<HostLocalCheckpointId>> {
     let checkpoints = step_directories::list_checkpoints(root)?.into_iter().take(LISTED_CHECKPOINTS_MAX);
     Ok(checkpoints
@@ -165,9 +164,9 @@ pub fn step_checkpoint_path(root: &Path, step: u64) -> PathBuf {
     step_directories::locate_step_checkpoint(root, step).unwrap_or_else(|| root.join(step_dir_name(step)))
 }
 
-/// Lists the directories in `root` that were prepared but not renamed, because a save was
-/// interrupted between the two phases of its commit. Returns the identity and the path of each. The
-/// list is empty if `root` does not exist.
+/// Lists the hidden directories in `root` whose save was interrupted after the manifest was written
+/// and before the directory got its final name. Returns the identity and the path of each. The list
+/// is empty if `root` does not exist.
 pub fn list_prepared_saves(root: &Path) -> Result<Vec<(HostLocalCheckpointId, PathBuf)>> {
     if !disk::path_exists(root) {
         return Ok(Vec::new());
@@ -184,9 +183,9 @@ pub fn list_prepared_saves(root: &Path) -> Result<Vec<(HostLocalCheckpointId, Pa
     Ok(found)
 }
 
-/// Completes a save that was interrupted between the two phases of its commit: renames the prepared
-/// directory `path` to the name of the step, and updates the file `latest`. Locks the checkpoint
-/// directory `root`. The caller must do so only if another host has completed this checkpoint.
+/// Makes the checkpoint of an interrupted save visible: renames the hidden directory `path` to the
+/// name of the step, and updates the file `latest`. Locks the checkpoint directory `root`. The
+/// caller must do so only if another host has completed this checkpoint.
 pub fn complete_prepared_save(root: &Path, path: &Path, step: u64) -> Result<()> {
     let _lock = disk::try_lock_dir(root)?;
     publish_directory(path, &root.join(step_dir_name(step)), ReplaceMethod::AtomicExchange)?;

@@ -1,5 +1,5 @@
-//! [`MemoryStore`]: copies of the ranks' parts of a training state (shards) in the memory of a
-//! host, which survive the workers.
+//! [`MemoryStore`]: keeps copies of ranks' shards of the training state in the memory of a host,
+//! where the copies remain when the workers exit.
 //!
 //! All workers of a host write to one memory file (memfd), which their agent holds open. The file
 //! consists of regions with a distance of [`REGION_BYTES`]. Each rank has two regions, which its
@@ -27,8 +27,8 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Distance in bytes between two regions of the memory file of a host, each of which can hold one
-/// copy of a rank's training state.
+/// Distance in bytes between the starts of consecutive regions of a host's memory file, where each
+/// region has space for one copy of a rank's training state.
 const REGION_BYTES: u64 = 1 << 40;
 /// Size in bytes of the header at the beginning of a memory copy, a copy of a rank's training state
 /// in host memory.
@@ -41,14 +41,14 @@ const STORED_RANKS_MAX: u32 = 1 << 21;
 /// The first bytes of the header of a memory copy (a rank's training state in host memory): a name
 /// and the version of the format.
 const MAGIC: [u8; 16] = *b"launch copy   1\n";
-/// Number of bytes at the beginning of the header of a memory copy (a rank's training state in host
-/// memory) that the hash in this header covers.
+/// Number of bytes at the start of a header that the hash in this header covers, for copies of
+/// ranks' training states in host memory.
 const HASHED_HEADER_BYTES: usize = 64;
 /// The name that error messages use for the memory file with copies of training states.
 const STORE_NAME: &str = "memory copies";
 
-/// Identifies a training state of which all ranks made copies in host memory (memory copies): by
-/// its step, the number of earlier copies, the attempt and the number of ranks. All copies of the
+/// Identifies one training state that all ranks copied to host memory: its step, its number among
+/// the copies of the run, the attempt (start of all workers) and the world size. All copies of the
 /// state have the same identity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -64,8 +64,8 @@ pub struct MemoryCopyId {
     pub world: u32,
 }
 
-/// The description of a memory copy (a rank's training state in host memory): its identity, the
-/// tensors in the rank's part, and what is known about the run.
+/// Description of a copy of one rank's training state in host memory: the step and attempt of the
+/// state, the tensors in the copy, and the hashes of its blocks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MemoryCopyDescription {
@@ -156,8 +156,8 @@ impl RegionHeader {
     }
 }
 
-/// Returns the byte offset in the memory file at which the copy number `sequence` of the training
-/// state of the rank `rank` begins.
+/// Returns the byte offset in the memory file of copy number `sequence` (numbered from 0 in the
+/// run) of the training state of `rank`.
 fn locate_region(rank: u32, sequence: u64) -> Result<u64> {
     match rank < STORED_RANKS_MAX {
         true => Ok((u64::from(rank) * 2 + sequence % 2) * REGION_BYTES),
@@ -178,9 +178,8 @@ impl MemoryStore {
         MemoryStore { file: Arc::new(file) }
     }
 
-    /// Copies the part of the training state of `rank` that consists of `pieces` (ranges of
-    /// tensors) into the memory file of this host, with up to `threads` threads. Returns the size
-    /// of the copy in bytes.
+    /// Copies the tensor ranges `pieces`, which form the shard of `rank`, to the memory file of
+    /// this host with up to `threads` threads. Returns the size of the copy in bytes.
     ///
     /// # Errors
     /// Fails if the host has too little memory, or `pieces` has a piece twice.
@@ -264,8 +263,8 @@ impl MemoryStore {
         Ok(copies)
     }
 
-    /// Lists the numbers of those regions of the memory file (each for one copy of a rank's
-    /// training state) that contain data.
+    /// Lists the numbers of the regions in the memory file that contain data, where each region has
+    /// space for one copy of a rank's training state.
     fn list_used_regions(&self) -> Result<Vec<u64>> {
         let length = self.file.metadata().map_err(store_error("examine"))?.len();
         let (mut at, mut regions) = (0, Vec::new());
@@ -315,8 +314,8 @@ impl MemoryStore {
         }
     }
 
-    /// Returns the size in bytes, including the header, of the copy number `sequence` of the
-    /// training state of the rank `rank`.
+    /// Returns the size in bytes, including the header, of copy number `sequence` (numbered from 0
+    /// in the run) of the training state of `rank`.
     ///
     /// # Errors
     /// Fails if the copy is not complete.
@@ -327,17 +326,17 @@ impl MemoryStore {
         header.map(|header| header.image_bytes()).ok_or_else(torn)
     }
 
-    /// Reads bytes of the copy number `sequence` of the training state of the rank `rank`, starting
-    /// at `offset` within the copy, into `out`, so that another host can store them, too. The copy
-    /// begins with its header.
+    /// Reads bytes of copy number `sequence` (numbered from 0 in the run) of the training state of
+    /// `rank` into `out`, starting at byte `offset` of the copy. Another host stores these bytes,
+    /// too. The copy begins with its header.
     pub fn read_copy_image(&self, rank: u32, sequence: u64, offset: u64, out: &mut [u8]) -> Result<()> {
         let region = locate_region(rank, sequence)?;
         self.file.read_exact_at(out, region + offset).map_err(store_error("read"))
     }
 
-    /// Writes `bytes`, which another host sent, into this host's copy number `sequence` of the
-    /// training state of the rank `rank`, starting at `offset` within the copy. The bytes at offset
-    /// 0 must be written last, because they complete the copy.
+    /// Writes `bytes`, which another host sent, at byte `offset` of copy number `sequence`
+    /// (numbered from 0 in the run) of the training state of `rank` in this host's memory. The
+    /// bytes at offset 0 must be written last, because they complete the copy.
     ///
     /// # Errors
     /// Fails if the bytes do not fit into the region, or the host has too little memory.
@@ -349,14 +348,14 @@ impl MemoryStore {
         self.write_at(region + offset, bytes)
     }
 
-    /// Marks the copy of the training state of the rank `rank` as invalid that occupies the place
-    /// of copy number `sequence`, before that place is overwritten.
+    /// Invalidates the older copy of the training state of `rank` in the memory region that copy
+    /// number `sequence` (numbered from 0 in the run) will overwrite.
     pub fn invalidate_copy_image(&self, rank: u32, sequence: u64) -> Result<()> {
         self.invalidate_region(locate_region(rank, sequence)?)
     }
 
-    /// Frees the host memory of all copies of training states of ranks for which `keeps` returns
-    /// false.
+    /// Frees the host memory of the training state copies of every rank for which `keeps(rank)`
+    /// returns false.
     pub fn free_copies_except(&self, keeps: impl Fn(u32) -> bool) -> Result<()> {
         for region in self.list_used_regions()?.into_iter().filter(|region| !keeps((region / 2) as u32)) {
             let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
@@ -392,9 +391,9 @@ pub fn parse_copy_description(text: &[u8], hash: Hash) -> Result<MemoryCopyDescr
     json::parse_object(text).map_err(|e| damaged(e.to_string().into()))
 }
 
-/// Opens the checkpoint that results from the copies of all ranks' training states in the memory of
-/// hosts. `descriptions` has the description of the copy of each rank, and `shards` the shards that
-/// are on this host. `path` names the checkpoint in messages. Reads verify every block.
+/// Opens a checkpoint that consists of the copies of all ranks' training states in host memory
+/// instead of files. `descriptions` has the description of the copy of each rank, and `shards` the
+/// shards that are on this host. `path` names the checkpoint in messages. Reads verify every block.
 ///
 /// # Errors
 /// Fails if the copies do not contain every element of every tensor exactly once.

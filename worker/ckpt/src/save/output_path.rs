@@ -37,9 +37,10 @@ pub(crate) fn resolve_output_path(
     Ok((parent, name))
 }
 
-/// Fails with [`CkptError::OutputRejected`] if the existing directory `out` may not be replaced. An
-/// empty directory may be replaced. Other directories may be replaced if `force` is true and the
-/// operation of the marker wrote every file.
+/// Fails with [`CkptError::OutputRejected`] unless the directory `out` is empty, or `force` is true
+/// and an earlier run of the same operation wrote every file in `out`. An empty directory may be
+/// replaced. Other directories may be replaced if `force` is true and the operation of the marker
+/// wrote every file.
 fn check_output_replaceable(out: &Path, force: bool, marker: &OutputRecordKind) -> Result<()> {
     let rejected = |problem| Err(CkptError::output_rejected(out, problem));
     if !out.is_dir() {

@@ -20,12 +20,12 @@ const RECORD_BYTES_MAX: u64 = 256 << 20;
 /// The version number that this program writes into its lists of written files (records). Version 1
 /// had only names, no hashes.
 const RECORD_VERSION: u32 = 2;
-/// How many levels of subdirectories of a repaired checkpoint are searched for files that its list
-/// of written files (record) does not contain yet.
+/// Number of levels of subdirectories in which a repaired checkpoint is searched for files that are
+/// missing in its list of written files.
 const SEARCH_DEPTH_MAX: u32 = 4;
 
-/// Identifies the operation that wrote a directory (gathering weights or converting a checkpoint),
-/// by the name and the format of its list of written files (record).
+/// Describes the list of written files of one command (gathering weights or converting a
+/// checkpoint): its file name, its `format` value, and the command.
 pub(crate) struct OutputRecordKind {
     /// Name of the file.
     pub(crate) file: &'static str,
@@ -141,16 +141,16 @@ impl<'de> Visitor<'de> for RecordedFileVisitor {
 }
 
 impl OutputRecordKind {
-    /// Creates the list of the written files `files` (record) for the operation that this kind
-    /// stands for, gathering weights or converting a checkpoint.
+    /// Creates the list of the files `files` (record) that launch wrote when it gathered weights or
+    /// converted a checkpoint.
     pub(crate) fn make_record(&self, files: Vec<RecordedFile>) -> OutputRecord {
         let program = format!("launch {}", env!("CARGO_PKG_VERSION"));
         OutputRecord { format: self.format.into(), program, files, ..OutputRecord::default() }
     }
 
-    /// Reads the list of written files (record) in `directory`, if it exists and stems from the
-    /// operation that this kind stands for. Returns `None` if there is no record, or if another
-    /// program wrote a file of this name.
+    /// Reads the list of files (record) that launch stored in `directory` when it gathered weights
+    /// or converted a checkpoint. Returns `None` if there is no record, or if another program wrote
+    /// a file of this name.
     ///
     /// # Errors
     /// Fails if the record is damaged or exceeds a limit.
@@ -202,18 +202,18 @@ impl OutputRecordKind {
 }
 
 impl OutputRecord {
-    /// Lists the names of those entries of the output directory that are written files, or
-    /// subdirectories that contain written files.
+    /// Returns the names of the top-level files and subdirectories of the output directory that the
+    /// list of written files mentions.
     pub(crate) fn list_recorded_entries(&self) -> BTreeSet<&str> {
         self.files.iter().map(|f| f.name.split('/').next().unwrap_or_default()).collect()
     }
 }
 
-/// Updates the lists of written files (records) in the directory `copy` to the files that it now
-/// has. `copy` was made from the directory `original`, and files were then replaced, added or
-/// removed in it. Keeps the recorded hashes of the files `restored`, since a repair must have
-/// restored exactly their recorded content. Does nothing for records that are damaged or have no
-/// hashes.
+/// Rewrites the lists of written files (records) in the directory `copy` after a repair, so that
+/// they list the files that `copy` now contains. `copy` was made from the directory `original`, and
+/// files were then replaced, added or removed in it. Keeps the recorded hashes of the files
+/// `restored`, since a repair must have restored exactly their recorded content. Does nothing for
+/// records that are damaged or have no hashes.
 ///
 /// # Errors
 /// Fails if a file of `copy` cannot be read, or a record cannot be written.
@@ -238,8 +238,8 @@ pub(crate) fn update_file_lists_of_modified_copy(
     Ok(())
 }
 
-/// Lists the files for the updated list of written files in a repaired copy of a directory: those
-/// of `record` that still exist, and new ones.
+/// Returns the new list of written files for a repaired directory: the old list without files that
+/// the repair removed, plus files that the repair added.
 fn list_updated_files(
     copy: &Directory,
     original: &Directory,

@@ -24,7 +24,8 @@ use std::path::Path;
 /// Number of blocks of each file that are read at a time to compute parity.
 const WINDOW_BLOCKS: u64 = (WINDOW_BYTES / BLOCK_BYTES) as u64;
 
-/// What a rank reports to rank 0 about the parity file that it wrote.
+/// Name, size and block hashes of the parity file that a rank wrote, which the rank sends to rank
+/// 0.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ParityFileReport {
     /// Rank that wrote the file.
@@ -127,18 +128,17 @@ fn xor_into(sum: &mut Vec<u8>, bytes: &[u8]) {
     sum_rest.iter_mut().zip(rest).for_each(|(s, b)| *s ^= b);
 }
 
-/// The result of rebuilding damaged files of a checkpoint from its parity files, as lines for the
-/// user.
+/// Messages for the user about the files of a checkpoint that were rebuilt from parity files, and
+/// about the files that were lost.
 #[derive(Debug, Default)]
 pub(crate) struct RebuildReport {
     pub(crate) rebuilt: Vec<String>,
     pub(crate) lost: Vec<String>,
 }
 
-/// Rebuilds the damaged files of the native checkpoint (in launch's own format) in the directory
-/// `from` with its parity files, and writes the rebuilt files to the directory `to`, a copy of
-/// `from`. Removes files from `to` that do not belong to the checkpoint. The report lists rebuilt,
-/// removed and lost files.
+/// Rebuilds damaged files of the checkpoint at `from` (in launch's own format) from its parity
+/// files, and writes the rebuilt files to `to`, a copy of `from`. Removes files from `to` that do
+/// not belong to the checkpoint. The report lists rebuilt, removed and lost files.
 pub(crate) fn rebuild_from_parity(from: &Path, to: &Path) -> Result<RebuildReport> {
     let directory = Directory::open(from)?;
     let manifest = Manifest::load(&directory)?;
@@ -258,19 +258,19 @@ fn compute_block_len(size: u64, block: u64) -> usize {
     size.saturating_sub(block.saturating_mul(BLOCK_BYTES as u64)).min(BLOCK_BYTES as u64) as usize
 }
 
-/// Reads the block number `block` of a file. Returns `None` if the block can't be read or does not
-/// match its hash.
+/// Reads block number `block` of a file, and verifies the block against its hash in the manifest.
+/// Returns `None` if the block can't be read or does not match its hash.
 fn read_intact_block(file: Option<&File>, entry: &FileEntry, block: u64) -> Option<Vec<u8>> {
     let mut bytes = vec![0u8; compute_block_len(entry.bytes, block)];
     file?.read_exact_at(&mut bytes, block * BLOCK_BYTES as u64).ok()?;
     (entry.blocks.get(block as usize) == Some(&Hash::digest(&bytes))).then_some(bytes)
 }
 
-/// Writes a file to the directory `to` again if a block of it had to be rebuilt or its size is
-/// wrong, and adds a line about the file to `done`. `size` is the size of the existing file, or
-/// `None` if the file is missing. `read` returns the block with the given index, and whether this
-/// block was rebuilt. If a block can't be rebuilt, reports the file as lost and leaves it
-/// unchanged.
+/// Writes a complete version of a file to the directory `to` if blocks of the file had to be
+/// rebuilt or its size is wrong. Adds a line about the file to `done`. `size` is the size of the
+/// existing file, or `None` if the file is missing. `read` returns the block with the given index,
+/// and whether this block was rebuilt. If a block can't be rebuilt, reports the file as lost and
+/// leaves it unchanged.
 fn rewrite_file_if_damaged(
     entry: &FileEntry,
     size: Option<u64>,

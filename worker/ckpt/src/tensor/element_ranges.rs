@@ -1,5 +1,5 @@
-//! Calculations with ranges of elements and bytes, such as the ranges of a tensor that several
-//! files store. Does no I/O.
+//! Finds gaps, overlaps and intersections in lists of element or byte ranges, such as the parts of
+//! a tensor in several files. Does no I/O.
 use std::ops::Range;
 
 /// Why the pieces of a tensor do not cover its elements exactly once.
@@ -39,9 +39,10 @@ pub(crate) fn find_coverage_error(
     (done < total).then_some(CoverageError::Gap(done..total))
 }
 
-/// Finds those items of `sorted` whose ranges overlap the range `wanted`. `range_of` returns the
-/// range of an item. The caller must sort the items by range, and the ranges must have no gaps.
-/// Yields the index of each item whose range overlaps `wanted`, and the intersection.
+/// Finds the items of the slice `sorted` whose ranges overlap the range `wanted`, and yields their
+/// indices with the overlapping parts. `range_of` returns the range of an item. The caller must
+/// sort the items by range, and the ranges must have no gaps. Yields the index of each item whose
+/// range overlaps `wanted`, and the intersection.
 pub(crate) fn intersect_ranges<'a, T>(
     sorted: &'a [T],
     range_of: impl Fn(&T) -> Range<u64> + 'a,
@@ -58,9 +59,9 @@ pub(crate) fn intersect_ranges<'a, T>(
         .filter(|(_, r)| r.start < r.end)
 }
 
-/// Lists the blocks of `block` bytes that contain at least one byte of the ranges `bytes`, which
-/// may have any order. Returns the indices of the blocks as sorted ranges, of which no two overlap
-/// or touch.
+/// Returns which blocks of `block` bytes contain at least one byte of the ranges `bytes`, as ranges
+/// of block numbers. The ranges `bytes` may be unsorted. Returns the indices of the blocks as
+/// sorted ranges, of which no two overlap or touch.
 pub(crate) fn find_covering_blocks(mut bytes: Vec<Range<u64>>, block: u64) -> Vec<Range<u64>> {
     bytes.retain(|r| r.start < r.end);
     bytes.sort_by_key(|r| r.start);

@@ -1,4 +1,5 @@
-//! Describes tensors in files: dtypes, roles, names, shapes and ranges of elements.
+//! Describes tensors in checkpoint files: element types, names, shapes, ranges of elements, and
+//! whether a tensor is a weight or an optimizer state.
 mod dtype;
 pub(crate) mod element_ranges;
 mod name;

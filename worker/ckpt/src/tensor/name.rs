@@ -1,4 +1,5 @@
-//! Checks the names of tensors, and formats their labels, which are `role/name`.
+//! Checks the names of tensors, and joins the kind and the name of a tensor into a label such as
+//! `exp_avg/lm_head.weight`.
 use super::role::TensorRole;
 
 /// Maximum length of a tensor's name in bytes.
@@ -20,7 +21,8 @@ pub(crate) fn check_tensor_name(name: &str) -> std::result::Result<(), InvalidTe
     Ok(())
 }
 
-/// Formats the label `role/name` of a tensor, which error messages and keys of files contain.
+/// Returns the label of a tensor for error messages and keys of files, its kind and its name, such
+/// as `exp_avg/lm_head.weight`.
 pub(crate) fn tensor_label(role: TensorRole, name: &str) -> String {
     format!("{role}/{name}")
 }

@@ -1,9 +1,10 @@
-//! [`TensorRole`]: what a tensor in a checkpoint is: a weight, a certain optimizer state, or a
-//! buffer.
+//! [`TensorRole`]: distinguishes weights, buffers and each kind of optimizer state (such as Adam's
+//! first moment) among the tensors of a checkpoint.
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// What a tensor in a checkpoint is: a weight, a certain optimizer state, or a buffer.
+/// Kind of a tensor in a checkpoint: weight, buffer, or one of the optimizer states such as Adam's
+/// first moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TensorRole {
@@ -26,7 +27,8 @@ pub enum TensorRole {
 }
 
 impl TensorRole {
-    /// All roles, in the order in which a manifest lists the tensors.
+    /// All kinds (roles) of tensors in checkpoints, in the order in which a manifest lists the
+    /// tensors.
     pub const ALL: [TensorRole; 8] = [
         TensorRole::Weight,
         TensorRole::ExpAvg,
@@ -38,7 +40,8 @@ impl TensorRole {
         TensorRole::Buffer,
     ];
 
-    /// Returns the name of the role in files and tables, such as `exp_avg` for Adam's first moment.
+    /// Returns the name of this kind of tensor in files and tables, such as `exp_avg` for Adam's
+    /// first moment.
     pub fn name(self) -> &'static str {
         match self {
             TensorRole::Weight => "weight",
@@ -52,15 +55,16 @@ impl TensorRole {
         }
     }
 
-    /// Returns true if tensors with this role are optimizer states, and not weights or buffers. A
+    /// Returns true if tensors of this kind are optimizer states, and not weights or buffers. A
     /// tensor of such a role has the name of its weight, and the shape that
     /// [`TensorRole::tensor_shape_for_weight`] derives from the weight's shape.
     pub fn is_optimizer_state(self) -> bool {
         !matches!(self, TensorRole::Weight | TensorRole::Buffer)
     }
 
-    /// Returns the shape that a tensor with this role has if it belongs to a weight with the shape
-    /// `weight`. Returns `None` if optimizers keep no such state for the weight.
+    /// Returns the shape of a tensor of this kind, such as a second moment, that belongs to a
+    /// weight with the shape `weight`. Returns `None` if optimizers keep no such state for the
+    /// weight.
     pub fn tensor_shape_for_weight<N>(self, weight: &[N]) -> Option<&[N]> {
         match (self, weight) {
             (TensorRole::ExpAvgSqRow, [_, _]) => Some(&weight[..1]),
@@ -83,8 +87,8 @@ impl TensorRole {
         }
     }
 
-    /// Returns the role of the optimizer state with this key in the `state_dict` of torch's
-    /// optimizers, or `None` for other states.
+    /// Returns the kind of the optimizer state with the given key in the `state_dict` of torch's
+    /// optimizers, or `None` for other keys.
     pub(crate) fn from_torch_key(key: &str) -> Option<TensorRole> {
         TensorRole::ALL.into_iter().find(|role| role.torch_key() == Some(key))
     }

@@ -29,8 +29,9 @@ pub fn verify_checkpoints(path: &Path) -> Result<VerifyReport> {
     verify_checkpoints_with(path, VerifyOptions::default())
 }
 
-/// Verifies every byte of the checkpoint at `path`. If `path` is a directory of checkpoints,
-/// verifies every checkpoint, `latest`, and the gathered weights of the run.
+/// Verifies every byte of the checkpoints at `path` against stored hashes, and also searches the
+/// tensors for NaN and infinite values if `options.values` is set. If `path` is a directory of
+/// checkpoints, verifies every checkpoint, `latest`, and the gathered weights of the run.
 ///
 /// # Errors
 /// Fails if there is no checkpoint, or a directory cannot be listed. Damage is not an error. The
@@ -136,8 +137,8 @@ fn verify_external(
     Ok(true)
 }
 
-/// Returns the report that a checkpoint of another program cannot be opened because of the error
-/// `e`. The problems are the error, and all damage that a scan of the files finds.
+/// Creates the report about a checkpoint of another program that cannot be opened because of the
+/// error `e`. The problems are the error, and all damage that a scan of the files finds.
 fn make_unreadable_report(path: &Path, name: &str, e: CkptError) -> Result<CheckpointReport> {
     let at = match &e {
         CkptError::Damaged { path, .. } | CkptError::Missing { path, .. } if path.is_dir() => path.clone(),

@@ -12,8 +12,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Limit on the number of threads that verify hashes. More threads would only wait for the disk.
 const THREADS_MAX: usize = 16;
-/// Limit on the total size in bytes of the holes of sparse files that are hashed. Without the
-/// limit, a file that takes little space on the disk could take very long to hash.
+/// Maximum number of bytes in holes of sparse files that the verification of one output directory
+/// hashes. Without the limit, a file that takes little space on the disk could take very long to
+/// hash.
 const HOLE_BYTES_MAX: u64 = 16 << 30;
 
 /// The result of verifying gathered weights and converted checkpoints against the hashes that
@@ -75,9 +76,9 @@ pub(super) fn verify_recorded_files(
     Ok(found)
 }
 
-/// Verifies the files that `record` lists, the list of what launch wrote to `directory` when it
-/// gathered weights or converted a checkpoint, and adds the results to `found`. `file` is the name
-/// of the record's file. Skips files for which `is_due` is false.
+/// Verifies the files in `directory` that `record` (a list of written files) names, and adds the
+/// results to `found`. `file` is the name of the record's file. Skips files for which `is_due` is
+/// false.
 fn verify_record(
     directory: &Directory,
     record: &OutputRecord,

@@ -1,5 +1,5 @@
-//! Verifies checkpoints of other programs against the CRC-32s in their files and recorded BLAKE3
-//! hashes.
+//! Verifies checkpoints of other programs against the CRC-32s in their files, and against the
+//! BLAKE3 hashes that launch recorded if it wrote the files.
 use super::digests::{RecordedFileResults, verify_recorded_files};
 use super::file_scan;
 use super::report::CheckpointReport;
@@ -64,17 +64,17 @@ fn verify_records(checkpoint: &ExternalCheckpoint) -> Result<RecordedFileResults
     verify_recorded_files(&[checkpoint.path(), checkpoint.facts().root.as_path()].into(), &is_due)
 }
 
-/// Adds problems of files that differ from their recorded hashes to `problems`, except for files
-/// about which `problems` already has a more exact problem.
+/// Appends the damage in `recorded` to `problems`, but skips every file name that `problems`
+/// already contains.
 pub(super) fn add_record_problems(problems: &mut Vec<Damage>, recorded: Vec<Damage>) {
     let file_name = |name: &str| name.rsplit('/').next().unwrap_or_default().to_owned();
     let known: BTreeSet<String> = problems.iter().map(|p| file_name(&p.file)).collect();
     problems.extend(recorded.into_iter().filter(|p| !known.contains(&file_name(&p.file))));
 }
 
-/// Checks those files of the checkpoint that contain no model tensors, such as random generator
-/// states and schedulers. Returns one report per scanned directory, and no report for a single
-/// file.
+/// Scans the checkpoint's files without model tensors, such as random generator states, for wrong
+/// CRC-32s and invalid safetensors headers. Returns one report per scanned directory, and no report
+/// for a single file.
 fn scan_other_files(
     checkpoint: &ExternalCheckpoint,
     recorded: &RecordedFileResults,

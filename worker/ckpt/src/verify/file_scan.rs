@@ -1,4 +1,4 @@
-//! Checks the files of a directory one by one, also if they cannot be opened together as a
+//! Checks the files of a directory one by one, even if the directory cannot be opened as a
 //! checkpoint. Verifies the CRC-32s of zip containers and the headers of safetensors files.
 use crate::codec::disk::{Directory, FILES_MAX, path_exists};
 use crate::codec::{safetensors, torch_legacy, zip};
@@ -27,9 +27,9 @@ pub(crate) struct ScanReport {
     pub(crate) unchecked: Vec<String>,
 }
 
-/// Checks each file with a known suffix in the directory `path` and in `depth` levels of
-/// subdirectories by itself. Skips the files for which `is_known` is true. Names in the result are
-/// relative to `path`.
+/// Checks zip CRC-32s and safetensors headers of each file with a known suffix in the directory
+/// `path` and in `depth` levels of subdirectories. Skips the files for which `is_known` is true.
+/// Names in the result are relative to `path`.
 ///
 /// # Errors
 /// Fails if a directory cannot be listed, or if there are more than [`FILES_MAX`] files with a
@@ -65,9 +65,9 @@ fn list_checkable_files(directory: &Directory, depth: u32, limit: usize) -> Resu
     Ok(files)
 }
 
-/// Appends the files with a known suffix in the subdirectory `inside` of `directory` to `files`.
-/// `inside` is empty for the directory itself. The other parameters and errors are those of
-/// [`list_checkable_files`].
+/// Appends the names of the files with a known suffix below `directory/inside` to `files`, relative
+/// to `directory`. `inside` is empty for the directory itself. The other parameters and errors are
+/// those of [`list_checkable_files`].
 fn append_checkable_files(
     directory: &Directory,
     inside: &str,
@@ -107,9 +107,9 @@ pub(crate) fn check_file(directory: &Directory, name: &str) -> Result<Option<Dam
     }
 }
 
-/// Checks the content of one file, and adds the numbers of its bytes and members to `report`.
-/// Returns the damage, or `None` if the file is valid. Bare pickles and legacy torch files have no
-/// checksums and always pass.
+/// Checks the content of one file, and adds the file, its zip members and its size in bytes to the
+/// counts in `report`. Returns the damage, or `None` if the file is valid. Bare pickles and legacy
+/// torch files have no checksums and always pass.
 fn check_and_count_file(
     directory: &Directory,
     name: &str,

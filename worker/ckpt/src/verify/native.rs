@@ -57,8 +57,8 @@ pub(super) fn verify_native(path: &Path, named: Option<u64>) -> Result<Checkpoin
     Ok(report)
 }
 
-/// A rank's file (shard) of a checkpoint that is to be verified, together with what the
-/// checkpoint's manifest states about it.
+/// A rank's shard that is to be verified: its index in the manifest of the checkpoint, and the
+/// tensor pieces in the shard according to the manifest.
 struct ShardToVerify<'m> {
     manifest: &'m Manifest,
     /// Index of the shard.
@@ -109,8 +109,8 @@ impl ShardToVerify<'_> {
         Ok(())
     }
 
-    /// Lists the labels `role/name` of the tensors with bytes in the byte range `bytes` of the
-    /// rank's file, in the order of the manifest.
+    /// Lists the labels (such as `exp_avg/lm_head.weight`) of the tensors that have bytes in the
+    /// byte range `bytes` of this shard, in manifest order.
     fn list_tensors_in_range(&self, bytes: Range<u64>) -> Vec<String> {
         let first = self.pieces.partition_point(|p| p.byte_range().end <= bytes.start);
         let inside = self.pieces[first..].iter().take_while(|p| p.byte_range().start < bytes.end);
@@ -138,7 +138,7 @@ impl ShardToVerify<'_> {
     }
 }
 
-/// Returns a description of the damage of a file that has `found` bytes instead of the size in the
+/// Creates the damage report of a file whose size is `found` bytes instead of the size in the
 /// manifest.
 fn describe_size_mismatch(entry: &FileEntry, found: u64) -> Damage {
     Damage::for_file(&entry.name, DamageReason::SizeMismatch { expected: entry.bytes, found })
@@ -167,10 +167,10 @@ fn verify_parity_file(
         .map(drop)
 }
 
-/// Verifies the first `readable` blocks of a file against their hashes in the manifest, and adds
-/// the problems to `report`. `describe_error` makes the text of a problem from the blocks that
-/// cannot be read. Blocks in holes of a sparse file are not read. Returns whether the first block
-/// is valid.
+/// Verifies the first `readable` blocks (of 1 MiB each) of a file against their hashes in the
+/// manifest, and adds the problems to `report`. `describe_error` makes the text of a problem from
+/// the blocks that cannot be read. Blocks in holes of a sparse file are not read. Returns whether
+/// the first block is valid.
 fn verify_blocks(
     directory: &Directory,
     entry: &FileEntry,
@@ -232,15 +232,15 @@ fn block_length(entry: &FileEntry, block: u64) -> usize {
     (entry.bytes - block * BLOCK_BYTES as u64).min(BLOCK_BYTES as u64) as usize
 }
 
-/// Lists the byte ranges up to `end` that the sorted ranges `stored` do not cover.
+/// Lists the ranges of block numbers below `end` that the sorted ranges `stored` leave out.
 fn list_gaps(stored: &[Range<u64>], end: u64) -> Vec<Range<u64>> {
     let starts = std::iter::once(0).chain(stored.iter().map(|range| range.end));
     let ends = stored.iter().map(|range| range.start).chain([end]);
     starts.zip(ends).map(|(start, end)| start..end).filter(|gap| !gap.is_empty()).collect()
 }
 
-/// Computes the hashes of blocks that consist of zeros, so that holes of sparse files need not be
-/// read.
+/// Computes the hashes of blocks of zero bytes, and remembers the latest hash, so that holes of
+/// sparse files are verified without reads.
 #[derive(Default)]
 struct ZeroBlockHashes {
     /// The length and the hash of the last block.

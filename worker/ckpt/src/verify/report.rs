@@ -1,4 +1,5 @@
-//! [`VerifyReport`]: what is reported to the user after checkpoints were verified.
+//! [`VerifyReport`]: the problems and warnings that were found when checkpoints were verified, and
+//! what was verified.
 use crate::error::{CkptError, Damage, DamageReason, MissingPart, RemoteShard};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -43,8 +44,8 @@ pub struct CheckpointReport {
 }
 
 impl VerifyReport {
-    /// Returns true if no problem was found in the verified checkpoints or their directory.
-    /// Warnings do not count as problems.
+    /// Returns true if the verification found no problem in any checkpoint, nor in the directory
+    /// that contains the checkpoints. Warnings do not count as problems.
     pub fn is_sound(&self) -> bool {
         self.problems.is_empty() && self.checkpoints.iter().all(|c| c.problems.is_empty())
     }
@@ -57,8 +58,8 @@ impl VerifyReport {
     }
 }
 
-/// Converts an error of opening or reading the file `file` of a checkpoint to an entry of the
-/// verification's report, which states the damage.
+/// Converts the error `e` of opening or reading the checkpoint file `file` to a description of the
+/// file's damage for the verification report.
 pub(super) fn convert_error_to_damage(file: &str, e: CkptError) -> Damage {
     match e {
         CkptError::Damaged { damage, .. } => *damage,

@@ -9,12 +9,13 @@ pub(super) type Status = c_int;
 /// Size in bytes of NCCL's unique id, with which the ranks of a group find each other.
 pub const ID_BYTES: usize = size_of::<ncclUniqueId>();
 
-/// NCCL's status code of a call that has completed.
+/// NCCL's status code of a call that has succeeded (`ncclSuccess`).
 pub(super) const SUCCESS: Status = ncclResult_t::ncclSuccess as Status;
 /// NCCL's status code of a non-blocking call that has not completed.
 pub(super) const IN_PROGRESS: Status = ncclResult_t::ncclInProgress as Status;
 
-/// Returns NCCL's default options for a new communicator, except that its calls do not block.
+/// Returns the configuration of a new NCCL communicator with non-blocking calls and NCCL's defaults
+/// for all other options.
 ///
 /// The options are those of NCCL 2.18. Later versions only append fields, and `size` and `version`
 /// state which fields exist. NCCL 2.26 reads the traffic class, which was padding, for any

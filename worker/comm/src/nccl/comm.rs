@@ -40,10 +40,10 @@ pub struct NcclComm {
 }
 
 impl NcclComm {
-    /// Creates this rank's NCCL communicator for the group of `host_comm`, a communicator for host
-    /// memory whose ranks all have a GPU. The result uses `host_comm` for buffers in host memory.
-    /// Every rank of `host_comm` must call this function, because it is a collective. Fails if a
-    /// rank does not join within `timeout`.
+    /// Creates this rank's communicator for GPU memory through NCCL, together with all other ranks
+    /// of `host_comm`, a communicator for host memory. The result uses `host_comm` for buffers in
+    /// host memory. Every rank of `host_comm` must call this function, because it is a collective.
+    /// Fails if a rank does not join within `timeout`.
     ///
     /// `timeout` does not apply to the collectives of the returned communicator. Their timeout is
     /// [`DEFAULT_TIMEOUT`], which is long enough for NCCL to connect two ranks when they first
@@ -70,8 +70,9 @@ impl NcclComm {
         Ok(CudaStream(self.cuda.flush_and_get_stream()?))
     }
 
-    /// Enqueues an operation of NCCL that sends parts to peers and receives parts from them, all
-    /// with elements of type `dtype`. NCCL runs all of them at the same time.
+    /// Enqueues one NCCL operation that sends the buffers `sends` to peers and receives the buffers
+    /// `receives` from peers, with elements of type `dtype`. NCCL runs all of them at the same
+    /// time.
     fn exchange_parts(&self, sends: &[PeerBuffer], receives: &[PeerBuffer], dtype: Dtype) -> Result<()> {
         if sends.is_empty() && receives.is_empty() {
             return Ok(());
@@ -96,9 +97,10 @@ impl NcclComm {
         Ok(())
     }
 
-    /// Enqueues an all-gather of parts of unequal lengths, as transfers between peers and an
-    /// all-gather of equal parts. Copies this rank's part to its place in `recv`, exchanges the
-    /// elements by which the parts differ from equal parts, and gathers the equal parts in place.
+    /// Enqueues an all-gather of parts of different lengths: ranks first exchange elements until
+    /// all parts are equally long, and then gather the parts with NCCL. Copies this rank's part to
+    /// its place in `recv`, exchanges the elements by which the parts differ from equal parts, and
+    /// gathers the equal parts in place.
     ///
     /// No other memory is needed, and each rank copies only its own part. Padding each part to the
     /// longest one would need a second vector and a copy of the whole vector.
@@ -120,10 +122,11 @@ impl NcclComm {
         self.gather_equal_parts(recv, recv.slice(me * len..(me + 1) * len), len)
     }
 
-    /// Enqueues a reduce-scatter of parts with unequal lengths, which NCCL itself does not support.
-    /// NCCL sums equal parts into `parts_sum`. Then ranks exchange the sums of the elements by
-    /// which the parts differ from equal parts, and the summands of the remainder. Each rank adds
-    /// the summands of its elements of the remainder, in the order of the ranks.
+    /// Enqueues a reduce-scatter of parts with different lengths: NCCL sums parts of equal length,
+    /// and then ranks exchange the elements by which the lengths differ. NCCL sums equal parts into
+    /// `parts_sum`. Then ranks exchange the sums of the elements by which the parts differ from
+    /// equal parts, and the summands of the remainder. Each rank adds the summands of its elements
+    /// of the remainder, in the order of the ranks.
     fn reduce_scatter_unequal_parts(
         &self,
         mut recv: ViewMut,
@@ -199,9 +202,9 @@ impl NcclComm {
         GroupPosition { rank: self.rank(), world: self.world_size() }
     }
 
-    /// Checks the arguments of a collective, assigns the next call number, and lets the watchdog
-    /// watch the collective while this thread enqueues its work. Fails if its arguments contradict
-    /// each other, or if an earlier collective has failed.
+    /// Begins a collective: checks its arguments, assigns the next call number, and makes the
+    /// watchdog thread check the collective for errors and its timeout. Fails if its arguments
+    /// contradict each other, or if an earlier collective has failed.
     fn begin_call(
         &self,
         call: std::result::Result<CollectiveCall, ArgumentError>,
@@ -210,14 +213,14 @@ impl NcclComm {
         self.watchdog.enter_call(call)
     }
 
-    /// Lets the watchdog thread check the GPU work that this thread has enqueued for the collective
-    /// `call`, until the work is complete or fails.
+    /// Makes the watchdog thread check the collective `call`, whose work is now enqueued on the
+    /// GPU, until that work completes or fails.
     fn watch_enqueued_call(&self, call: EnteredCall) {
         // Recording the event may wait for the work.
         call.watch_until(self.cuda.record_event());
     }
 
-    /// Runs `run`, a collective on buffers in host memory, with the communicator for host memory
+    /// Runs the collective `run` on buffers in host memory through the communicator for host memory
     /// instead of NCCL. If this rank's NCCL has failed, returns that failure, because of which the
     /// transport was aborted.
     fn run_host_collective<T>(&self, run: impl FnOnce(&StagedComm) -> Result<T>) -> Result<T> {
@@ -234,8 +237,8 @@ fn to_nccl_type(dtype: Dtype) -> ncclDataType_t {
     }
 }
 
-/// Divides `x` into consecutive parts, of which rank r's has `counts[r]` elements, and lists the
-/// GPU address and length of each part that is not empty for [`RawNcclComm::exchange`].
+/// Divides `x` into consecutive parts of `counts[r]` elements for each rank r, and lists the GPU
+/// address and length of each non-empty part.
 fn list_peer_buffers(x: View, counts: &[usize]) -> Vec<PeerBuffer> {
     let element_bytes = x.dtype().size();
     let part = |(peer, (start, &len)): (usize, (usize, &usize))| {

@@ -1,5 +1,5 @@
-//! [`EqualPartsPlan`]: plans the transfers that turn parts of unequal lengths into equal parts,
-//! which NCCL's all-gather and reduce-scatter need.
+//! [`EqualPartsPlan`]: plans which elements ranks exchange so that their parts of a vector become
+//! equally long, as NCCL's all-gather and reduce-scatter require.
 //!
 //! The gathered vector is divided into equal parts, one per rank, and a remainder that is shorter
 //! than [`PART_ALIGNMENT`] elements per rank. A rank first receives those elements of its equal
@@ -10,13 +10,14 @@
 use crate::call::compute_part_offsets;
 use std::ops::Range;
 
-/// The number of elements of which the length of an equal part of a vector is a multiple. Addresses
-/// of parts are then as aligned as that of the vector, which NCCL's fast copies need.
+/// Granularity, in elements, of the lengths of the equal parts into which a vector is divided among
+/// ranks. Addresses of parts are then as aligned as that of the vector, which NCCL's fast copies
+/// need.
 const PART_ALIGNMENT: usize = 64;
 
-/// Plans which elements of a vector the ranks must exchange so that each rank, instead of a part of
-/// any length, has a part of the same length, as NCCL's all-gather and reduce-scatter need. The few
-/// elements at the end that cannot be divided equally are the remainder.
+/// Plan that divides a vector into parts of equal length, one for each rank, and lists the elements
+/// that ranks must exchange for this. The few elements at the end that cannot be divided equally
+/// are the remainder.
 pub struct EqualPartsPlan {
     /// The elements that each rank has before the all-gather.
     owned: Vec<Range<usize>>,
@@ -25,8 +26,8 @@ pub struct EqualPartsPlan {
 }
 
 impl EqualPartsPlan {
-    /// Divides a vector, of which rank r has the next `counts[r]` elements, into one part of equal
-    /// length for each rank and a remainder.
+    /// Plans equal parts of a vector in which rank r at first has `counts[r]` consecutive elements,
+    /// in rank order.
     pub fn new(counts: &[usize]) -> Self {
         let owned =
             compute_part_offsets(counts).into_iter().zip(counts).map(|(start, len)| start..start + len);
@@ -45,7 +46,8 @@ impl EqualPartsPlan {
         self.owned[rank].clone()
     }
 
-    /// Returns the range of the vector's last elements, which belong to no equal part.
+    /// Returns the index range of the last elements of the vector, which remain after the division
+    /// into equal parts.
     pub(super) fn remainder(&self) -> Range<usize> {
         self.owned.len() * self.part_len..self.owned.last().map_or(0, |owned| owned.end)
     }
@@ -55,8 +57,8 @@ impl EqualPartsPlan {
         rank * self.part_len..(rank + 1) * self.part_len
     }
 
-    /// Returns how many elements all ranks together send to other ranks to make the parts equal,
-    /// before the all-gather.
+    /// Returns how many elements all ranks together send to each other to get from parts of
+    /// different lengths to equal parts.
     pub fn count_moved_elements(&self) -> usize {
         let world = self.owned.len();
         let pairs = (0..world).flat_map(|from| (0..world).map(move |to| (from, to)));

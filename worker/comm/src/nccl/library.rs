@@ -12,7 +12,7 @@ use std::{
 /// The oldest supported version of NCCL, 2.18. Older versions have no reliable non-blocking
 /// communicators.
 const MIN_VERSION: c_int = 21_800;
-/// The first version of NCCL in which several ranks can share one GPU, 2.30. Older versions reject
+/// The first version of NCCL that lets several ranks use the same GPU, 2.30. Older versions reject
 /// a duplicate GPU.
 const MIN_GPU_SHARING_VERSION: c_int = 23_000;
 

@@ -25,8 +25,8 @@ const MIN_POLL_DELAY: Duration = Duration::from_micros(20);
 /// it waits.
 const MAX_POLL_DELAY: Duration = Duration::from_millis(2);
 
-/// Waits between two polls of a communicator: yields the CPU at first, then sleeps, longer each
-/// time, until a timeout has expired.
+/// Waits between two polls of a communicator with increasing delays: yields the CPU at first, then
+/// sleeps, until a timeout expires.
 struct PollBackoff {
     spin_until: Instant,
     deadline: Instant,
@@ -40,8 +40,9 @@ impl PollBackoff {
         PollBackoff { spin_until: now + SPIN_TIME, deadline: now + timeout, timeout, delay: MIN_POLL_DELAY }
     }
 
-    /// Yields the CPU or sleeps until the communicator is to be polled again. Fails once the
-    /// timeout has expired; `operation` names the unfinished operation in the error.
+    /// Waits until the caller should poll the communicator again, by yielding the CPU or by
+    /// sleeping. Fails once the timeout has expired; `operation` names the unfinished operation in
+    /// the error.
     fn wait_for_next_poll(&mut self, operation: &str) -> Result<()> {
         let now = Instant::now();
         if now >= self.deadline {
@@ -216,8 +217,9 @@ impl RawNcclComm {
         result.inspect_err(|e| self.abort_communicator(e.clone()))
     }
 
-    /// Asks NCCL whether the communicator is still working on an earlier call. If the communicator
-    /// reports an asynchronous error, aborts the communicator and fails with that error.
+    /// Asks NCCL once whether an earlier call on this communicator is still in progress, and
+    /// returns true if so. If the communicator reports an asynchronous error, aborts the
+    /// communicator and fails with that error.
     fn poll_is_busy(&self, operation: &str) -> Result<bool> {
         let mut state = SUCCESS;
         self.call_nccl_function(operation, |api, comm| {
@@ -228,9 +230,9 @@ impl RawNcclComm {
         Ok(state == IN_PROGRESS)
     }
 
-    /// Checks once whether the collective `operation`, which began `running_for` ago and is not
-    /// complete, has failed or exceeded its timeout. If the communicator reports an error, or the
-    /// timeout has expired, aborts the communicator and fails.
+    /// Fails if the collective `operation`, which has been running for `running_for`, has caused an
+    /// NCCL error or exceeded its timeout. If the communicator reports an error, or the timeout has
+    /// expired, aborts the communicator and fails.
     pub(super) fn check_running_call(&self, operation: &str, running_for: Duration) -> Result<()> {
         self.poll_is_busy(operation)?;
         if running_for < self.timeout {
@@ -241,14 +243,14 @@ impl RawNcclComm {
         Err(error)
     }
 
-    /// Blocks until NCCL has accepted the latest call of the communicator, that is, has enqueued
-    /// the call's work. Fails after the timeout, or with the communicator's error.
+    /// Blocks until NCCL has enqueued the work of the latest call on this communicator. Fails after
+    /// the timeout, or with the communicator's error.
     fn wait_until_accepted(&self, operation: &str) -> Result<()> {
         self.wait_until_accepted_or_aborted(operation, &|| Ok(()))
     }
 
-    /// Blocks until NCCL has accepted the latest call of the communicator, or until the callback
-    /// `check_abort` fails because the group of ranks was aborted. Also fails after the timeout, or
+    /// Blocks until NCCL has enqueued the work of the latest call on this communicator, or until
+    /// `check_abort` reports that the ranks' group was aborted. Also fails after the timeout, or
     /// with the communicator's error.
     fn wait_until_accepted_or_aborted(
         &self,
@@ -263,8 +265,8 @@ impl RawNcclComm {
         Ok(())
     }
 
-    /// Blocks until `is_done` returns true, that is, until some work on a stream of the GPU is
-    /// complete. `operation` names the work in errors.
+    /// Blocks until `is_done`, which checks for the end of work on a GPU stream, returns true.
+    /// `operation` names the work in errors.
     ///
     /// Fails as soon as the library reports an error, the group is aborted, or the timeout has
     /// expired. The communicator is then aborted, and its kernels on the GPU end.
@@ -280,7 +282,7 @@ impl RawNcclComm {
     }
 
     /// Calls the NCCL function `f`, which enqueues work on a stream, and blocks until NCCL has
-    /// accepted the call.
+    /// enqueued that work.
     fn enqueue_and_wait_until_accepted(
         &self,
         function: &str,
@@ -337,8 +339,8 @@ impl RawNcclComm {
         })
     }
 
-    /// Enqueues one operation that sends parts of GPU memory to peers and receives parts from them.
-    /// All of them run at the same time.
+    /// Enqueues one operation that sends ranges of GPU memory to peers and receives ranges of GPU
+    /// memory from them. All of them run at the same time.
     ///
     /// Between two ranks, the n-th send matches the n-th receive. Collectives with parts of unequal
     /// size consist of such sends and receives.

@@ -23,8 +23,8 @@ use std::{
 
 /// The time between two polls of the communicator while a collective is not complete.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// The largest number of collectives on the GPU that the watchdog watches at one time. If there are
-/// more, an error names a later collective than the one that failed.
+/// The largest number of collectives on the GPU that the watchdog remembers, after which it forgets
+/// the oldest. If there are more, an error names a later collective than the one that failed.
 const MAX_RUNNING_CALLS: usize = 1024;
 
 /// The thread that watches the collectives of one NCCL communicator until they are complete, and
@@ -44,7 +44,8 @@ struct WatchdogState {
     changed: Condvar,
 }
 
-/// The collectives that are not complete, and the first error that the watchdog has found.
+/// Unfinished collectives of one NCCL communicator that the watchdog thread watches, and the first
+/// error that the thread found.
 #[derive(Default)]
 struct WatchedCalls {
     /// The collectives that threads of the rank are enqueuing.
@@ -58,21 +59,23 @@ struct WatchedCalls {
     is_ending: bool,
 }
 
-/// A collective that is not complete.
+/// An unfinished collective that the watchdog watches, and the time at which the rank called it.
 #[derive(Clone, Copy)]
 struct WatchedCall {
     call: CollectiveCall,
     entered_at: Instant,
 }
 
-/// A collective that the caller is enqueuing. Dropping it ends the watch.
+/// A collective whose work the calling thread has not completely enqueued on the GPU yet. Dropping
+/// it ends the watch.
 pub(super) struct EnteredCall<'a> {
     watchdog: &'a WatchdogState,
     watched: WatchedCall,
 }
 
 impl EnteredCall<'_> {
-    /// Watches the collective, which was enqueued, until its stream reaches `done`.
+    /// Makes the watchdog watch this collective, whose work is enqueued on the GPU, until the GPU
+    /// reaches the event `done`.
     pub(super) fn watch_until(self, done: Event) {
         let mut calls = self.watchdog.lock_calls();
         calls.forget_complete_calls();
@@ -135,9 +138,9 @@ impl Watchdog {
         Ok(EnteredCall { watchdog: &self.shared, watched })
     }
 
-    /// Returns the error that the watchdog has found, if any, because it is the root cause of later
-    /// errors; otherwise returns `result`. An abort of the group that follows from such an error is
-    /// thus reported as the error.
+    /// Returns the error that the watchdog has found, if there is one, and `result` otherwise,
+    /// because later errors follow from the watchdog's error. An abort of the group that follows
+    /// from such an error is thus reported as the error.
     pub(super) fn replace_result_by_found_error<T>(&self, result: Result<T>) -> Result<T> {
         match &self.shared.lock_calls().error {
             Some(error) => Err(error.clone().into()),
@@ -164,8 +167,8 @@ impl WatchdogState {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Polls the communicator while collectives are not complete, until the watchdog ends or finds
-    /// an error.
+    /// Main function of the watchdog thread: checks the unfinished collectives for errors and
+    /// timeouts until the watchdog is dropped or the group is aborted.
     fn run_watch_loop(&self) {
         let mut calls = self.lock_calls();
         loop {
@@ -195,8 +198,9 @@ impl WatchdogState {
         }
     }
 
-    /// Stores `error`, with which NCCL's communicator was aborted, and aborts the group of ranks
-    /// because of it. An abort that another rank or the caller requested is no error of this rank.
+    /// Stores `error`, because of which NCCL's communicator was aborted, as the watchdog's error,
+    /// and aborts the group of ranks. An abort that another rank or the caller requested is no
+    /// error of this rank.
     fn record_error_and_abort(&self, error: NcclError) {
         if matches!(error, NcclError::Aborted(_)) {
             return;
@@ -208,7 +212,7 @@ impl WatchdogState {
 }
 
 impl WatchedCalls {
-    /// Removes the collectives that are complete from the list of running collectives. Collectives
+    /// Removes finished collectives from the list of collectives that run on the GPU. Collectives
     /// complete in their order.
     fn forget_complete_calls(&mut self) {
         while self.running.front().is_some_and(|(_, done)| done.is_reached()) {

@@ -14,8 +14,9 @@ use std::{
     sync::{Mutex, MutexGuard, atomic::Ordering},
 };
 
-/// Limit on the bytes that a rank writes to the shared memory in one round of a collective that
-/// moves data chunk by chunk. If a staging slot is smaller, the size of the slot is the limit.
+/// Limit on the bytes that a rank writes to shared memory before it waits for its peers, when a
+/// collective transfers data in chunks. If a staging slot is smaller, the size of the slot is the
+/// limit.
 pub(super) const MAX_CHUNK_BYTES: usize = 512 << 10;
 
 /// The number of `f32` elements in a cache line.
@@ -42,8 +43,8 @@ pub struct ShmComm {
     pub(super) call_state: Mutex<ShmCallState>,
 }
 
-/// Maps the ranks of a host, numbered from 0, to their ranks within the job, which error messages
-/// name.
+/// Table that converts the number of a rank on its host (from 0) to its rank in the job, for error
+/// messages.
 #[derive(Clone, Debug)]
 pub(crate) struct JobRankMap {
     /// Maps each rank's number within the shared memory segment to its rank within the job.
@@ -52,8 +53,8 @@ pub(crate) struct JobRankMap {
     pub(crate) world: usize,
 }
 
-/// The state of one rank's communicator that changes with each call: the number of collectives and
-/// of data exchanges (rounds) that the rank has begun, and reusable memory.
+/// Mutable state of one rank's communicator: counters of its collectives and of their data
+/// exchanges, a reusable buffer, and the size of its shared windows.
 pub(crate) struct ShmCallState {
     /// Number of collectives called so far.
     pub(super) calls: u64,
@@ -67,9 +68,9 @@ pub(crate) struct ShmCallState {
 }
 
 impl ShmCallState {
-    /// Returns which of its two staging slots (parts of the shared memory), 0 or 1, this rank fills
-    /// in the next round of data exchange. A staging slot is the memory in which a rank publishes
-    /// data. Rounds alternate between them.
+    /// Returns which of this rank's two staging slots in shared memory, 0 or 1, the rank fills in
+    /// its next data exchange. A staging slot is the memory in which a rank publishes data. Rounds
+    /// alternate between them.
     pub(super) fn next_slot(&self) -> usize {
         ((self.rounds + 1) % 2) as usize
     }
@@ -85,8 +86,9 @@ impl ShmComm {
         ShmComm::join_host_group(fd, rank, limits, JobRankMap { ranks: (0..world).collect(), world })
     }
 
-    /// Joins the group of one host's ranks in a job that spans several hosts. This rank is `rank`
-    /// within the segment and `job_ranks.ranks[rank]` within the job.
+    /// Joins the group of the ranks on this host, which share memory, as rank `rank`, in a job that
+    /// spans several hosts. This rank is `rank` within the segment and `job_ranks.ranks[rank]`
+    /// within the job.
     pub(crate) fn join_host_group(
         fd: OwnedFd,
         rank: usize,
@@ -131,8 +133,8 @@ impl ShmComm {
         self.segment.header().abort_reason().map_or(Ok(()), |reason| Err(CommError::Aborted(reason)))
     }
 
-    /// Marks this rank in the shared memory as having left the group, so that peers do not wait for
-    /// it. Peers that wait for this rank now or later fail.
+    /// Records in shared memory that this rank has left its group. Peers that wait for this rank
+    /// now or later fail.
     pub(crate) fn leave(&self) {
         self.segment.rank_status(self.position.rank).has_left.store(1, Ordering::SeqCst);
         self.segment.header().wake_sleepers();
@@ -144,9 +146,9 @@ impl ShmComm {
         self.segment.header().abort(reason);
     }
 
-    /// Begins a collective: locks this rank's call state (counters and reusable memory), and
-    /// assigns the next number to the call. Fails if the group is aborted or the arguments are
-    /// invalid. Invalid arguments abort the group.
+    /// Begins a collective: checks its arguments, assigns the next call number, and locks the
+    /// rank's communicator until the collective ends. Fails if the group is aborted or the
+    /// arguments are invalid. Invalid arguments abort the group.
     pub(super) fn begin_call(
         &self,
         call: std::result::Result<CollectiveCall, ArgumentError>,
@@ -183,8 +185,8 @@ impl ShmComm {
         ranks.into_iter().map(|rank| self.to_job_rank(rank)).collect()
     }
 
-    /// Aborts the group with the reason `error`, because not all peers have joined it. Returns the
-    /// error for the caller.
+    /// Aborts the group because this rank waited in vain for all peers to join. Returns the error
+    /// for the caller.
     pub(super) fn abort_on_failed_join(&self, error: WaitError) -> CommError {
         match error {
             WaitError::Aborted(reason) => CommError::Aborted(reason),
@@ -216,15 +218,15 @@ impl ShmComm {
         }
     }
 
-    /// Aborts the group because the peer `rank` left during the collective `collective`, and
-    /// returns the error of the collective.
+    /// Aborts the group because rank `rank` left while this rank waited for it in `collective`, and
+    /// returns the error for the caller.
     pub(super) fn abort_on_departed_peer(&self, rank: usize, collective: String) -> CommError {
         let reason = AbortReason::PeerLeft { rank: self.to_job_rank(rank), collective };
         self.abort_on_error(CommError::Aborted(reason))
     }
 
-    /// Begins the next round of the collective `call`: lets the peers read the data that this rank
-    /// has prepared in shared memory. From now on peers may read this rank's staging slot.
+    /// Marks the data that this rank wrote to shared memory for the next exchange of the collective
+    /// `call` as ready for its peers. From now on peers may read this rank's staging slot.
     pub(super) fn enter_round(&self, call_state: &mut ShmCallState, call: &CollectiveCall) {
         call_state.rounds += 1;
         self.segment.enter_round(self.position.rank, call_state.rounds, call.to_words());
@@ -254,21 +256,21 @@ impl ShmComm {
         (1..world).map(move |i| (rank + i) % world)
     }
 
-    /// Returns how many `f32` elements a rank writes to the shared memory in one round of a
-    /// collective that moves data chunk by chunk.
+    /// Returns the number of `f32` elements that a rank writes to shared memory in one of the data
+    /// exchanges into which a long collective is divided.
     pub(super) fn count_chunk_elements(&self) -> usize {
         MAX_CHUNK_BYTES.min(self.segment.layout.staging_bytes) / size_of::<f32>()
     }
 
-    /// Returns how many `f32` elements a rank can write for each peer in one round of data
+    /// Returns the number of `f32` elements that a rank can write for each of its peers in one data
     /// exchange, if every peer gets different data. The result is a multiple of a cache line.
     pub(super) fn count_peer_chunk_elements(&self) -> usize {
         (self.count_chunk_elements() / (self.position.world - 1)) & !(CACHE_LINE_ELEMENTS - 1)
     }
 
-    /// Computes where the chunk for rank `dest` begins in the part of the shared memory that rank
-    /// `owner` fills with chunks of equal length for its peers. The chunks have the length `chunk`,
-    /// and the result has the unit of `chunk` (elements or bytes).
+    /// Returns the offset of the data for rank `dest` in the staging slot (shared memory) of rank
+    /// `owner`, which has a chunk of length `chunk` for each peer. The chunks have the length
+    /// `chunk`, and the result has the unit of `chunk` (elements or bytes).
     pub(super) fn compute_peer_chunk_offset(&self, owner: usize, dest: usize, chunk: usize) -> usize {
         (dest - usize::from(dest > owner)) * chunk
     }

@@ -13,8 +13,8 @@ use std::{
     sync::{MutexGuard, PoisonError, atomic::Ordering::Relaxed},
 };
 
-/// A message from one rank to another: the bytes `range` of the first buffer in `parts`, then the
-/// same range of the second buffer, and so on.
+/// A message from one rank to another, which consists of the byte range `range` of each buffer in
+/// `parts`, one after another.
 #[derive(Clone, Debug)]
 pub(crate) struct OutgoingMessage<'a> {
     pub(crate) parts: &'a [&'a [u8]],
@@ -34,7 +34,7 @@ impl OutgoingMessage<'_> {
         &self.parts[part][self.range.start + skip..self.range.end]
     }
 
-    /// Fills `to` with the bytes of the message that begin at `offset`.
+    /// Fills the buffer `to` with bytes of the message, starting at byte `offset` of the message.
     fn copy_to(&self, mut to: &mut [u8], mut offset: usize) {
         while !to.is_empty() {
             let from = self.contiguous_bytes_from(offset);
@@ -48,17 +48,16 @@ impl OutgoingMessage<'_> {
 }
 
 impl ShmComm {
-    /// Locks this rank's call state (numbers of calls and rounds, and reusable memory) for the
+    /// Locks the mutable state of this rank's communicator (counters and reusable memory) for the
     /// duration of one collective.
     pub(crate) fn lock_call_state(&self) -> MutexGuard<'_, ShmCallState> {
         // A panic inside a collective aborts the group, so no inconsistent state is used.
         self.call_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gathers the bytes `send` of all ranks through shared memory, one chunk after another, so
-    /// that every rank can read the bytes of all ranks. Calls `take(rank, offset, chunk)` for every
-    /// chunk of every rank, including this one; `offset` is the chunk's position in that rank's
-    /// bytes.
+    /// Sends the bytes `send` of each rank to all ranks of the host in chunks through shared
+    /// memory, and passes every chunk to `take`. Calls `take(rank, offset, chunk)` for every chunk
+    /// of every rank, including this one; `offset` is the chunk's position in that rank's bytes.
     ///
     /// Rank r sends `lens[r]` bytes. All ranks must pass the same `lens`.
     pub(super) fn gather_in_chunks(
@@ -93,8 +92,8 @@ impl ShmComm {
         }
     }
 
-    /// Completes `buf` on all ranks of the host: each rank r has only the bytes `ranges[r]` at
-    /// first, and all ranges in the end.
+    /// Copies the byte ranges `ranges[r]` of `buf` from each rank r of the host to all other ranks
+    /// of the host.
     ///
     /// All ranks pass the same `ranges`.
     pub(crate) fn replicate_ranges(
@@ -209,9 +208,9 @@ impl ShmComm {
     }
 }
 
-/// Finds the memory ranges that hold a chunk of a byte stream, and calls `visit` for each of them
-/// with its position in the chunk. The stream consists of `ranges`, one after another, and the
-/// chunk is its `len` bytes starting at `offset`.
+/// Calls `visit` with the memory range of each part of a chunk of a byte stream, and with the
+/// part's offset in the chunk. The stream consists of `ranges`, one after another, and the chunk is
+/// its `len` bytes starting at `offset`.
 fn visit_chunk_ranges(
     ranges: &[Range<usize>],
     offset: usize,

@@ -1,5 +1,5 @@
-//! The reduce-scatter of [`ShmComm`] that leaves the sums to the receiver: each rank gets its piece
-//! of every vector, in the order (source rank, index).
+//! Reduce-scatter of [`ShmComm`] without sums: each rank receives its piece of every vector,
+//! ordered by source rank and vector index, and sums the pieces itself.
 //!
 //! *Staged*: if every rank's pieces for its peers fit into its staging slot, one round publishes
 //! them, and the sink reads them in the slot without a copy. A slot contains, for each partial
@@ -16,16 +16,16 @@ use crate::{AbortReason, CallMismatch, PartialSink, Result, call::CollectiveCall
 use device::Buf;
 use std::ops::Range;
 
-/// Limit on the size of the private buffer in which a rank collects received pieces, as a multiple
-/// of its staging slot (its part of the shared memory).
+/// Size limit of the private buffer for pieces that a rank receives from peers, divided by the size
+/// of the rank's part of the shared memory.
 const WINDOW_TO_STAGING_RATIO: usize = 8;
 
 /// The largest number of vectors that one rank may pass to one ordered reduce-scatter (in which the
 /// receivers sum the vectors).
 const MAX_PARTIALS: u64 = 1 << 16;
 
-/// A selection of the vectors that all ranks pass to an ordered reduce-scatter, to be exchanged
-/// together: for each rank, a range of indices of its vectors.
+/// Ranges of vector indices, one for each rank, which select the vectors that ranks exchange
+/// together in a reduce-scatter whose receivers do the sums.
 pub(crate) type PartialRanges = Vec<Range<usize>>;
 
 /// Guard that aborts the group if the callback that receives the pieces of a reduce-scatter panics,
@@ -42,8 +42,9 @@ impl Drop for AbortOnPanic<'_> {
 }
 
 impl ShmComm {
-    /// Runs a reduce-scatter in a group of two or more ranks in which the receivers sum the pieces,
-    /// in rounds through shared memory. The caller must have checked the lengths of the vectors.
+    /// Delivers to each rank its piece of every vector of all ranks through shared memory, for a
+    /// reduce-scatter whose receivers do the sums. The caller must have checked the lengths of the
+    /// vectors.
     pub(super) fn reduce_scatter_ordered_rounds(
         &self,
         call_state: &mut ShmCallState,
@@ -79,16 +80,16 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Computes where the piece of vector `i` for rank `dest` begins in the staging slot of rank
-    /// `owner` (a part of shared memory), as an index of elements.
+    /// Returns the index in `f32` elements, within the shared memory of rank `owner`, at which its
+    /// piece of vector `i` for rank `dest` begins.
     fn compute_staged_offset(&self, owner: usize, i: usize, dest: usize, counts: &[usize]) -> usize {
         let lower = (0..dest).filter(|&r| r != owner);
         let before: usize = lower.map(|r| round_up_to_cache_line(counts[r])).sum();
         i * count_staged_elements(owner, counts) + before
     }
 
-    /// Copies those pieces of this rank's vectors that its peers are to receive into its staging
-    /// slot `slot` (a part of shared memory), from which the peers read them.
+    /// Copies the pieces of this rank's vectors that the peers need to the rank's staging slot
+    /// `slot` in shared memory, where the peers read them.
     fn stage_partials(&self, slot: usize, partials: &[&[f32]], counts: &[usize]) {
         let rank = self.position.rank;
         let starts = crate::call::compute_part_offsets(counts);
@@ -102,9 +103,8 @@ impl ShmComm {
         }
     }
 
-    /// Reads this rank's pieces of the vectors of all ranks from shared memory, and passes them to
-    /// the callback `sink` in the order (source rank, index of the vector). Reads the peers' pieces
-    /// directly in their staging slots.
+    /// Passes this rank's pieces of all ranks' vectors to the callback `sink`, ordered by source
+    /// rank and vector index. Reads the peers' pieces directly in their staging slots.
     fn deliver_staged_pieces(
         &self,
         slot: usize,
@@ -130,8 +130,8 @@ impl ShmComm {
         }
     }
 
-    /// Exchanges the pieces of one group of vectors, which `window` selects from the vectors of all
-    /// ranks, and then passes the pieces for this rank to the callback `sink`. A private buffer
+    /// Exchanges the vectors that `window` selects (a range of indices for each rank) through
+    /// shared memory, and passes this rank's pieces to the callback `sink`. A private buffer
     /// collects the peers' pieces.
     fn exchange_and_deliver_window(
         &self,
@@ -174,8 +174,8 @@ impl ShmComm {
         received
     }
 
-    /// Exchanges the pieces of one group of vectors, which `window` selects from the vectors of all
-    /// ranks, in as many rounds through shared memory as the longest transfer needs.
+    /// Exchanges the pieces of the vectors that `window` selects (a range of indices for each rank)
+    /// through shared memory, and stores the received pieces in `recv`.
     ///
     /// The pieces of a rank for one peer form one stream, which is sent in chunks. The stream from
     /// rank r is stored in `recv` from `recv_starts[r]` on.
@@ -222,36 +222,35 @@ impl ShmComm {
     }
 }
 
-/// Computes how many elements `rank` stores in its staging slot (a part of shared memory) for one
-/// vector of an ordered reduce-scatter: the pieces that its peers receive. Each piece is padded to
-/// whole cache lines.
+/// Returns how many `f32` elements of shared memory the rank `rank` fills with the pieces of one
+/// vector for its peers. Each piece is padded to whole cache lines.
 fn count_staged_elements(rank: usize, counts: &[usize]) -> usize {
     let total: usize = counts.iter().map(|&n| round_up_to_cache_line(n)).sum();
     total - round_up_to_cache_line(counts[rank])
 }
 
-/// Returns whether the pieces that `rank` sends in an ordered reduce-scatter of `partials` vectors
-/// fit into its staging slot, which has `staging` bytes of shared memory.
+/// Returns true if the `staging` bytes of shared memory of `rank` have space for the pieces of its
+/// `partials` vectors for all peers.
 fn do_pieces_fit_staging(rank: usize, partials: usize, counts: &[usize], staging: usize) -> bool {
     let slot = staging / size_of::<f32>();
     count_staged_elements(rank, counts).checked_mul(partials).is_some_and(|n| n <= slot)
 }
 
-/// Returns whether the pieces that each rank sends in an ordered reduce-scatter fit into its
-/// staging slot of `staging` bytes of shared memory, if rank r passes `partial_counts[r]` vectors.
+/// Returns true if every rank r can store the pieces of its `partial_counts[r]` vectors for all
+/// peers in its `staging` bytes of shared memory.
 fn do_all_ranks_fit_staging(partial_counts: &[usize], counts: &[usize], staging: usize) -> bool {
     partial_counts.iter().enumerate().all(|(rank, &n)| do_pieces_fit_staging(rank, n, counts, staging))
 }
 
-/// Computes how many elements of an ordered reduce-scatter a rank may collect in private memory at
-/// a time, from `staging`, the size in bytes of each rank's part of the shared memory.
+/// Returns the limit on the number of `f32` elements that a rank collects in private memory at a
+/// time, for `staging` bytes of shared memory per rank.
 fn compute_max_window_elements(counts: &[usize], staging: usize) -> usize {
     let largest = counts.iter().copied().max().unwrap_or(0);
     (WINDOW_TO_STAGING_RATIO * staging / size_of::<f32>()).max(largest.saturating_mul(2))
 }
 
-/// Computes how many elements of private memory `rank` needs to collect the pieces of an ordered
-/// reduce-scatter, for memory estimates.
+/// Returns how many `f32` elements of private memory `rank` allocates to collect the pieces that it
+/// receives in a reduce-scatter whose receivers do the sums.
 ///
 /// Rank r passes `partial_counts[r]` partial vectors, and rank s gets `counts[s]` elements of each
 /// partial vector. The result is 0 if the pieces of every rank fit into `staging` bytes.
@@ -271,8 +270,8 @@ pub fn count_piece_buffer_elements(
     windows.map(peer_partials).max().unwrap_or(0_usize) * counts[rank]
 }
 
-/// Copies elements to `to` from several pieces of vectors, which are read as if they were
-/// concatenated, starting at element `offset`. The stream consists of the elements `start..start +
+/// Copies elements from the concatenation of equal ranges of several vectors to `to`, starting at
+/// element `offset` of the concatenation. The stream consists of the elements `start..start +
 /// count` of each of `partials`, one after another.
 fn copy_from_concatenated_pieces(
     mut to: &mut [f32],
@@ -296,10 +295,9 @@ fn round_up_to_cache_line(n: usize) -> usize {
     n.next_multiple_of(CACHE_LINE_ELEMENTS)
 }
 
-/// Divides the vectors that all ranks pass to an ordered reduce-scatter, in the order (rank,
-/// index), into groups (windows) that are exchanged one after another to limit the memory. Each
-/// part makes no rank collect more than `max_elements`. A vector that exceeds the limit is a part
-/// by itself.
+/// Divides the vectors of a reduce-scatter into groups that ranks exchange one after another, so
+/// that no rank collects more than `max_elements` elements at a time. Each part makes no rank
+/// collect more than `max_elements`. A vector that exceeds the limit is a part by itself.
 pub(crate) fn partition_into_windows(
     partial_counts: &[usize],
     counts: &[usize],

@@ -29,8 +29,8 @@ use std::{
     sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::SeqCst},
 };
 
-/// Number of bytes in the header of the shared memory that are reserved for the reason of an abort
-/// ([`AbortReason`]).
+/// Number of bytes that the first page of a group's shared memory reserves for the encoded reason
+/// of an abort ([`AbortReason`]).
 pub(super) const MAX_REASON_BYTES: usize = 512;
 
 /// The first word of a group's shared memory: "launchS" and the version of the layout.
@@ -38,8 +38,8 @@ const SEGMENT_MAGIC: u64 = u64::from_le_bytes(*b"launchS\x02");
 const PAGE_BYTES: usize = 4096;
 const RANK_STATUS_BYTES: usize = 128;
 
-/// The first page of a group's shared memory: the group's identity, a counter of wake-ups, and the
-/// abort reason.
+/// First page of a group's shared memory: number of ranks, sizes, a futex that wakes sleeping
+/// ranks, and the reason if the group was aborted.
 #[repr(C)]
 pub(super) struct SegmentHeader {
     magic: AtomicU64,
@@ -62,8 +62,8 @@ pub(super) struct SegmentHeader {
 const _: () = assert!(size_of::<SegmentHeader>() <= PAGE_BYTES);
 const _: () = assert!(MAX_REASON_BYTES > FIXED_FIELDS_BYTES);
 
-/// The state of one rank in the group's shared memory, which all ranks read and only this rank
-/// writes.
+/// Status that one rank publishes in the group's shared memory: its process id, its latest calls of
+/// collectives, and whether it has left.
 #[repr(C, align(128))]
 pub(super) struct RankStatus {
     /// Number of the last round that this rank has entered. The rank has finished reading all
@@ -81,9 +81,9 @@ pub(super) struct RankStatus {
 
 const _: () = assert!(size_of::<RankStatus>() == RANK_STATUS_BYTES);
 
-/// Where the parts of a group's shared memory begin, in bytes: the states of the ranks, the tables
-/// of lengths that they publish, and the staging slots for their data. They follow from the number
-/// of ranks and the staging size alone.
+/// Byte offsets of the areas in a group's shared memory: the statuses of the ranks, the tables of
+/// numbers that ranks publish, and their data buffers. They follow from the number of ranks and the
+/// staging size alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SegmentLayout {
     pub(super) world: usize,
@@ -95,8 +95,8 @@ pub(super) struct SegmentLayout {
 }
 
 impl SegmentLayout {
-    /// Computes where the parts of the shared memory of a group of `world` ranks are. `staging` is
-    /// rounded up to whole pages. Fails if `world` or `staging` is out of range.
+    /// Computes the byte offsets of the areas in the shared memory of a group of `world` ranks.
+    /// `staging` is rounded up to whole pages. Fails if `world` or `staging` is out of range.
     pub(super) fn new(world: usize, staging: usize) -> std::result::Result<Self, GroupError> {
         if !(1..=crate::MAX_WORLD_SIZE).contains(&world) {
             return Err(GroupError::WorldSize { world, limit: crate::MAX_WORLD_SIZE });
@@ -114,8 +114,8 @@ impl SegmentLayout {
     }
 }
 
-/// A mapping of a part of a file into this process's memory, which other processes can share.
-/// Dropping it unmaps the memory.
+/// Memory mapping of a part of a file, through which this process shares memory with other
+/// processes that map the file. Dropping it unmaps the memory.
 struct FileMapping {
     base: NonNull<u8>,
     len: usize,
@@ -149,14 +149,14 @@ impl Drop for FileMapping {
     }
 }
 
-/// A memory mapping of a shared window (memory that all ranks of a group read and write), which is
-/// stored behind the group's other shared memory in the same file.
+/// Memory mapping of a shared window (memory that all ranks of a group read and write), in the file
+/// with the group's other shared memory.
 pub(super) struct WindowMapping(FileMapping);
 
 impl WindowMapping {
-    /// Maps a shared window of `len` bytes that begins at byte `position` of the group's memory
-    /// file, a multiple of the page size. Enlarges the file so that it contains the window and one
-    /// unused page.
+    /// Maps the shared window (memory that all ranks of a group share) of `len` bytes that begins
+    /// at byte `position` of the group's memory file. `position` must be a multiple of the page
+    /// size. Enlarges the file so that it contains the window and one unused page.
     pub(super) fn open(fd: BorrowedFd<'_>, position: usize, len: usize) -> Result<Self> {
         grow_file_to(fd, position + len.next_multiple_of(PAGE_BYTES) + PAGE_BYTES)?;
         Ok(WindowMapping(FileMapping::new(fd, position, len.max(1))?))
@@ -183,13 +183,13 @@ impl WindowMemory for WindowMapping {
     }
 }
 
-/// A mapping of only the first page (header) of a group's shared memory, which is enough to abort
-/// the group.
+/// Memory mapping of the first page of a group's shared memory, through which any process with the
+/// file can abort the group.
 pub(super) struct HeaderMapping(FileMapping);
 
 impl HeaderMapping {
-    /// Maps the first page (header) of a group's shared memory, whose file may not have its full
-    /// size yet. Fails if the file belongs to another program.
+    /// Maps the first page of a group's shared memory, even before a rank has given the file its
+    /// full size. Fails if the file belongs to another program.
     pub(super) fn open(fd: BorrowedFd<'_>) -> Result<Self> {
         check_owner(fd)?;
         grow_file_to(fd, PAGE_BYTES)?;
@@ -207,7 +207,8 @@ impl HeaderMapping {
     }
 }
 
-/// A process's mapping of the shared memory of a group, with the layout of its parts.
+/// Memory mapping of the whole shared memory of a group of processes, with the offsets of the areas
+/// in it.
 pub(super) struct Segment {
     mapping: FileMapping,
     pub(super) layout: SegmentLayout,
@@ -232,8 +233,8 @@ impl Segment {
         Ok(segment)
     }
 
-    /// Fails if this rank's world size, staging size or file size differs from that of its peers,
-    /// which the header of the shared memory contains. The first rank stores the values.
+    /// Fails if this rank and its peers have different world sizes, staging buffer sizes or file
+    /// sizes for their shared memory. The first rank stores the values.
     fn check_group_identity(&self, fd: BorrowedFd<'_>) -> Result<()> {
         let SegmentLayout { world, staging_bytes, size, .. } = self.layout;
         set_or_compare_word(&self.header().world, world as u64, "world size")?;
@@ -251,16 +252,16 @@ impl Segment {
         unsafe { self.mapping.base.cast().as_ref() }
     }
 
-    /// Returns the state that `rank` has published in the shared memory.
+    /// Returns the status of `rank` in shared memory: its process id, its latest calls of
+    /// collectives, and whether it has left.
     pub(super) fn rank_status(&self, rank: usize) -> &RankStatus {
         assert!(rank < self.layout.world);
         // SAFETY: inside the rank statuses, aligned to 128, made of atomics.
         unsafe { self.mapping.base.add(PAGE_BYTES + rank * RANK_STATUS_BYTES).cast().as_ref() }
     }
 
-    /// Returns the table in shared memory in which `rank` publishes lengths and counts for its
-    /// peers, for rounds of data exchange that use the staging slot `slot`. The table has `2 ×
-    /// world` words.
+    /// Returns the area of shared memory in which `rank` publishes numbers, such as lengths, in
+    /// data exchanges that use its data buffer `slot`. The table has `2 × world` words.
     pub(super) fn number_table(&self, rank: usize, slot: usize) -> &[AtomicU64] {
         let (world, words) = (self.layout.world, 2 * self.layout.world);
         assert!(rank < world && slot < 2);
@@ -269,9 +270,9 @@ impl Segment {
         unsafe { std::slice::from_raw_parts(self.mapping.base.add(offset).cast().as_ptr(), words) }
     }
 
-    /// Computes where in the group's memory file a new shared window of `bytes` bytes begins, and
-    /// how much space all windows then take. `window_bytes` is the space that earlier windows take
-    /// after the segment.
+    /// Computes the position of a new shared window (memory that all ranks share) of `bytes` bytes
+    /// in the group's file, and the bytes that all windows then take. `window_bytes` is the space
+    /// that earlier windows take after the segment.
     pub(super) fn compute_window_position(
         &self,
         window_bytes: usize,
@@ -286,9 +287,9 @@ impl Segment {
         }
     }
 
-    /// Returns the address of `len` bytes of a staging slot (the shared memory in which a rank
-    /// publishes data), from byte `start` on. Panics if the slot does not contain `len` bytes from
-    /// there on.
+    /// Returns the address of the `len` bytes from byte `start` on in the buffer number `slot` in
+    /// which `rank` publishes data in shared memory. Panics if the slot does not contain `len`
+    /// bytes from there on.
     fn locate_slot_bytes(&self, rank: usize, slot: usize, start: usize, len: usize) -> NonNull<u8> {
         let SegmentLayout { world, staging_bytes, slots, .. } = self.layout;
         assert!(rank < world && slot < 2 && start <= staging_bytes && len <= staging_bytes - start);
@@ -296,8 +297,8 @@ impl Segment {
         unsafe { self.mapping.base.add(slots + (rank * 2 + slot) * staging_bytes + start) }
     }
 
-    /// Returns `len` bytes, from byte `start` on, of the staging slot `slot` in which rank `rank`
-    /// publishes data in shared memory.
+    /// Returns the bytes `start..start + len` of the buffer number `slot` in which `rank` publishes
+    /// data in shared memory.
     ///
     /// # Safety
     ///
@@ -310,8 +311,8 @@ impl Segment {
         unsafe { std::slice::from_raw_parts(self.locate_slot_bytes(rank, slot, start, len).as_ptr(), len) }
     }
 
-    /// Returns `len` elements, from element `start` on, of the staging slot `slot` in which rank
-    /// `rank` publishes data in shared memory.
+    /// Returns the `f32` elements `start..start + len` of the buffer number `slot` in which `rank`
+    /// publishes data in shared memory.
     ///
     /// # Safety
     ///
@@ -321,8 +322,8 @@ impl Segment {
         bytemuck::cast_slice(unsafe { self.slot_bytes(rank, slot, start * 4, len * 4) })
     }
 
-    /// Returns `len` writable bytes, from byte `start` on, of the staging slot `slot` in which this
-    /// rank publishes data in shared memory.
+    /// Returns the bytes `start..start + len` of this rank's buffer number `slot` in shared memory,
+    /// for writing.
     ///
     /// # Safety
     ///
@@ -343,8 +344,8 @@ impl Segment {
         }
     }
 
-    /// Returns `len` writable elements, from element `start` on, of the staging slot `slot` in
-    /// which this rank publishes data in shared memory.
+    /// Returns the `f32` elements `start..start + len` of this rank's buffer number `slot` in
+    /// shared memory, for writing.
     ///
     /// # Safety
     ///
@@ -362,8 +363,8 @@ impl Segment {
     }
 }
 
-/// Enlarges the group's memory file to at least `size` bytes by writing its last byte, which no
-/// rank uses.
+/// Enlarges the group's shared memory file to at least `size` bytes by writing a zero at byte `size
+/// - 1`, which no rank uses.
 ///
 /// In contrast to `ftruncate`, the write cannot shrink the file of a peer with another size. The
 /// file stays sparse.
@@ -398,8 +399,8 @@ fn read_file_size(fd: BorrowedFd<'_>) -> Result<usize> {
     Ok(usize::try_from(stat.st_size).map_err(|_| failed(Errno::EINVAL))?)
 }
 
-/// Stores `value` in a word of the shared memory's header, or fails if a peer has stored another
-/// value there. The error names `field`.
+/// Stores `value` in an empty word of the shared memory's first page, or fails if a peer has stored
+/// another value there. The error names `field`.
 fn set_or_compare_word(
     word: &AtomicU64,
     value: u64,

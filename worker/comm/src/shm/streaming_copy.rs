@@ -8,8 +8,8 @@
 /// faster.
 pub(super) const MIN_STREAMING_BYTES: usize = 24 << 20;
 
-/// Copies `from` to `to`, which must have the same length, and bypasses the processor caches if
-/// `bypass_cache` is set and the processor supports such copies.
+/// Copies `from` to `to`, and bypasses the processor caches if `bypass_cache` is true and the
+/// processor supports this. Panics if the lengths differ.
 pub(super) fn copy_bytes_streaming(to: &mut [u8], from: &[u8], bypass_cache: bool) {
     assert_eq!(to.len(), from.len(), "a copy has one length");
     #[cfg(target_arch = "x86_64")]

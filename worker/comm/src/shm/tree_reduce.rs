@@ -8,14 +8,14 @@ use crate::{
     tree_sum::tree_sum,
 };
 
-/// The largest size, in bytes, of an all-reduce in which every rank computes the whole sum, after
-/// one exchange through shared memory. A larger all-reduce takes several rounds, and each rank sums
-/// only its share.
+/// The largest size, in bytes, of an all-reduce in which every rank reads the data of all ranks and
+/// computes the whole sum itself. A larger all-reduce takes several rounds, and each rank sums only
+/// its share.
 const MAX_SINGLE_ROUND_BYTES: usize = 16 << 10;
 
 impl ShmComm {
-    /// Replaces `x` by its sum over all ranks through shared memory, in one round or block by
-    /// block, depending on the size of `x`.
+    /// Replaces `x` by its sum over all ranks through shared memory, in one data exchange if `x` is
+    /// small, and in several otherwise.
     pub(super) fn all_reduce_in_rounds(
         &self,
         call_state: &mut ShmCallState,
@@ -28,8 +28,8 @@ impl ShmComm {
         self.all_reduce_large(call_state, call, x)
     }
 
-    /// Replaces `x` by its sum over all ranks with one exchange through shared memory: every rank
-    /// computes the whole sum.
+    /// Replaces the small vector `x` by its sum over all ranks with one exchange through shared
+    /// memory, after which every rank computes the whole sum.
     fn all_reduce_small(
         &self,
         call_state: &mut ShmCallState,
@@ -49,9 +49,9 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Replaces `x` by its sum over all ranks through shared memory, block by block. Each rank sums
-    /// a share of each block. Each rank computes a share of each block's sum. Takes one round per
-    /// block and one more round.
+    /// Replaces the vector `x` by its sum over all ranks through shared memory, one block of `x` at
+    /// a time. Each rank sums a share of each block. Each rank computes a share of each block's
+    /// sum. Takes one round per block and one more round.
     ///
     /// In each round a rank publishes the peers' shares of a block in the first half of its slot.
     /// In the second half it publishes the sum of this rank's share of the previous block.
@@ -98,7 +98,7 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Sums the `send` buffers of all ranks elementwise through shared memory, chunk by chunk, and
+    /// Sums the `send` buffers of all ranks elementwise through shared memory, in chunks, and
     /// stores this rank's part of the sum in `recv`. Each round publishes the next chunk of each
     /// peer's part and sums the chunks of this rank's part, until the longest part is done.
     pub(super) fn reduce_scatter_in_chunks(

@@ -104,9 +104,8 @@ impl SegmentHeader {
 }
 
 impl Segment {
-    /// Announces that `rank` has entered data exchange (round) number `round`, so that peers may
-    /// read what it wrote for this round. Wakes the sleeping ranks if this rank is the last one to
-    /// enter.
+    /// Publishes that `rank` has written its data for data exchange number `round`, so that peers
+    /// may read the data. Wakes the sleeping ranks if this rank is the last one to enter.
     pub(super) fn enter_round(&self, rank: usize, round: u64, call: [u64; 3]) {
         let line = self.rank_status(rank);
         for (word, value) in line.call[(round % 2) as usize].iter().zip(call) {
@@ -121,8 +120,8 @@ impl Segment {
         }
     }
 
-    /// Blocks until every rank has entered data exchange (round) number `round`. Fails if the group
-    /// is aborted, a rank left before entering, or `timeout` expires.
+    /// Blocks until every rank has written its data for data exchange number `round` to shared
+    /// memory. Fails if the group is aborted, a rank left before entering, or `timeout` expires.
     ///
     /// Spins before the first sleep only if `can_spin` is set and no rank that has yet to enter the
     /// round entered its previous round on this processor.
@@ -150,8 +149,9 @@ impl Segment {
         self.wait_for_ranks(has_joined, false, timeout, false)
     }
 
-    /// Blocks until `has_arrived(rank)` is true for every rank of the host. Fails if the group is
-    /// aborted or `timeout` expires. If `can_spin` is set, busy-waits briefly before it sleeps.
+    /// Blocks until `has_arrived(rank)`, such as a check that the rank has joined, returns true for
+    /// every rank of the host. Fails if the group is aborted or `timeout` expires. If `can_spin` is
+    /// set, busy-waits briefly before it sleeps.
     ///
     /// If `fail_on_leave` is set, a rank that left without having arrived is an error.
     fn wait_for_ranks(
@@ -222,8 +222,8 @@ fn spin_until(is_ready: &mut impl FnMut() -> bool) -> bool {
     false
 }
 
-/// Sleeps on a futex as long as `word` is `value` and no thread wakes it, for at most `timeout`.
-/// May also wake up without a reason.
+/// Sleeps until another thread wakes the futex `word`, but not if `word` differs from `value`, and
+/// for at most `timeout`. May also wake up without a reason.
 fn futex_wait(word: &AtomicU32, value: u32, timeout: Duration) {
     let timeout = libc::timespec {
         tv_sec: timeout.as_secs() as libc::time_t,
@@ -240,8 +240,8 @@ fn futex_wake(word: &AtomicU32) {
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
 }
 
-/// Stores `values` in `table`, a part of shared memory that peers read after this rank has entered
-/// its next round of data exchange.
+/// Stores `values` in the area `table` of shared memory, from which peers read them in the next
+/// data exchange.
 pub(super) fn store_words(table: &[std::sync::atomic::AtomicU64], values: impl IntoIterator<Item = u64>) {
     for (word, value) in table.iter().zip(values) {
         word.store(value, Release);

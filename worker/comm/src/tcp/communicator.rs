@@ -19,8 +19,8 @@ use std::{
     time::Duration,
 };
 
-/// Limit on the size of the private buffer in which a rank collects received data, as a multiple of
-/// its staging slot (its part of the host's shared memory).
+/// Size limit of the private buffer in which a rank collects received data, divided by the size of
+/// the rank's part of its host's shared memory.
 const WINDOW_TO_STAGING_RATIO: usize = 8;
 /// Timeouts of a group of ranks on several hosts, and the amount of shared memory on each host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,8 +55,8 @@ pub struct TcpComm {
     pub(super) monitor: Option<JoinHandle<()>>,
 }
 
-/// The state of one rank's communicator that changes with each call: the number of collectives that
-/// the rank has begun, its connections, and reusable memory.
+/// Mutable state of one rank's communicator: its number of collectives so far, its connections, and
+/// a reusable buffer.
 pub(super) struct TcpCallState {
     /// Number of collectives called so far.
     pub(super) calls: u64,
@@ -97,8 +97,8 @@ impl TcpComm {
         GroupPosition { rank: self.topology.rank, world: self.topology.world_size() }
     }
 
-    /// Begins a collective: locks this rank's call state (counters, connections and reusable
-    /// memory), and assigns the next number to the call. Fails if the group is aborted or the
+    /// Begins a collective: checks its arguments, assigns the next call number, and locks the
+    /// rank's communicator until the collective ends. Fails if the group is aborted or the
     /// arguments are invalid. Invalid arguments abort the group.
     pub(super) fn begin_call(
         &self,
@@ -120,8 +120,8 @@ impl TcpComm {
         Ok((call_state, call))
     }
 
-    /// Aborts the group because of `error`, so that peers learn why this rank cannot continue.
-    /// Returns the error for the caller. Returns `error`, or the reason of an earlier abort.
+    /// Aborts the group because of `error`, and sends the reason to the peers. Returns the error
+    /// for the caller. Returns `error`, or the reason of an earlier abort.
     pub(super) fn abort_on_error(&self, error: CommError) -> CommError {
         self.health.abort(&error.to_abort_reason(self.rank()));
         match error {
@@ -131,8 +131,8 @@ impl TcpComm {
         }
     }
 
-    /// Sends and receives the messages of one step of a collective over the network, and blocks
-    /// until the step is complete. An error aborts the group.
+    /// Sends and receives the messages `transfers` of one step of the collective `call` over the
+    /// network, and blocks until all are complete. An error aborts the group.
     pub(super) fn run_network_step(
         &self,
         connections: &mut [Option<DataConnection>],
@@ -145,8 +145,8 @@ impl TcpComm {
         step.run(connections, buf, transfers).map_err(|error| self.abort_on_error(error))
     }
 
-    /// Completes `buf` on all ranks over the network: each rank r has only the bytes `parts[r]` at
-    /// first, and all parts in the end.
+    /// Copies the byte range `parts[r]` of `buf` from each rank r to all other ranks, over the
+    /// network and through shared memory.
     pub(super) fn replicate_parts(
         &self,
         connections: &mut [Option<DataConnection>],
@@ -199,7 +199,7 @@ impl TcpComm {
             .map_err(|error| self.abort_on_error(error))
     }
 
-    /// Gathers `number` from every rank in one step over the network, and returns the numbers
+    /// Gathers `number` from every rank over the network, and returns the numbers of all ranks,
     /// indexed by rank.
     pub(super) fn all_gather_u64(
         &self,
@@ -214,15 +214,15 @@ impl TcpComm {
         Ok(numbers)
     }
 
-    /// Computes the largest length, in `f32` elements, of the private buffer in which this rank
-    /// collects received pieces. `largest_piece` is the length of the largest piece.
+    /// Returns the size limit, in `f32` elements, of the private buffer in which this rank collects
+    /// the pieces of vectors that it receives. `largest_piece` is the length of the largest piece.
     pub(super) fn compute_scratch_elements(&self, largest_piece: usize) -> usize {
         let window = WINDOW_TO_STAGING_RATIO * self.limits.shm.staging_bytes / size_of::<f32>();
         window.max(largest_piece.saturating_mul(2))
     }
 
-    /// Exchanges the pieces of one group of vectors, which `window` selects from the vectors of all
-    /// ranks, and then passes the pieces for this rank to the callback `sink`.
+    /// Exchanges the vectors that `window` selects (a range of indices for each rank) over the
+    /// network, and passes this rank's pieces to the callback `sink`.
     pub(super) fn exchange_and_deliver_window(
         &self,
         call_state: &mut TcpCallState,
@@ -259,8 +259,8 @@ impl TcpComm {
         Ok(())
     }
 
-    /// Sums the `send` buffers of all ranks elementwise in one step over the network, so that rank
-    /// r gets the range `ranges[r]` of the sum.
+    /// Sums the `send` buffers of all ranks elementwise, and gives each rank r the range
+    /// `ranges[r]` of the sum, with one exchange over the network.
     ///
     /// This rank stores the sum of its range in `out`, which has the length of that range.
     pub(super) fn reduce_scatter_ranges(
@@ -288,8 +288,8 @@ impl TcpComm {
         Ok(())
     }
 
-    /// Replaces `x` by its sum over all ranks, in one step over the network: every rank computes
-    /// the whole sum.
+    /// Replaces the small vector `x` by its sum over all ranks: every rank receives all vectors and
+    /// computes the whole sum.
     pub(super) fn all_reduce_small(
         &self,
         call_state: &mut TcpCallState,
@@ -307,9 +307,9 @@ impl TcpComm {
         Ok(())
     }
 
-    /// Replaces `x` by its sum over all ranks over the network, block by block. Each rank sums a
-    /// share of each block. Each rank sums its share of a block in an exchange step, and then a
-    /// replication step distributes the sums.
+    /// Replaces the vector `x` by its sum over all ranks over the network, one block of `x` at a
+    /// time. Each rank sums a share of each block. Each rank sums its share of a block in an
+    /// exchange step, and then a replication step distributes the sums.
     pub(super) fn all_reduce_large(
         &self,
         call_state: &mut TcpCallState,

@@ -23,14 +23,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Limit on the number of connections that a joining rank accepts in a row before it continues the
-/// handshakes of those that it has accepted.
+/// Maximum number of connections that a joining rank accepts before it continues the handshakes on
+/// its accepted connections.
 const MAX_ACCEPTED_AT_ONCE: usize = 256;
 /// The largest number of unauthenticated connections from addresses that belong to no known peer. A
 /// peer may connect from a different address than that on which it listens.
 const MAX_PENDING_FROM_UNKNOWN: usize = 32;
-/// The number of unauthenticated connections that are kept from one peer's address in addition to
-/// those that the ranks at this address need.
+/// Number of additional unauthenticated connections that an address of peers may have, beyond the
+/// number that the ranks at this address need.
 const SPARE_PENDING_PER_ADDRESS: usize = 8;
 /// The time limit of one handshake, from the new connection to the last message (WELCOME).
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -44,8 +44,8 @@ const ABORT_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Authenticated connections to peers, each with the peer's rank and the purpose of the connection.
 pub(super) type AuthenticatedStreams = Vec<(u32, ConnectionKind, TcpStream)>;
 
-/// What a rank needs to connect to its peers on other hosts: identities, addresses, timeouts and
-/// the state of the group.
+/// Everything that a rank needs to connect to its peers on other hosts: its key, the peers'
+/// addresses, timeouts, and whether the group was aborted.
 pub(super) struct ConnectionSetup<'a> {
     pub(super) id: &'a RankIdentity,
     pub(super) topology: &'a Topology,
@@ -275,8 +275,8 @@ impl ConnectionSetup<'_> {
         Ok(streams)
     }
 
-    /// Blocks until there is a new connection, input for an unfinished handshake, or an abort of
-    /// the group, at most for [`ABORT_CHECK_INTERVAL`].
+    /// Blocks until a peer connects, handshake bytes arrive or the group is aborted, for at most
+    /// [`ABORT_CHECK_INTERVAL`].
     fn wait_for_input(&self, listener: &TcpListener, pending: &VecDeque<PendingConnection>) {
         let mut fds = vec![self.health.abort_poll_fd(), PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
         fds.extend(pending.iter().map(|p| PollFd::new(p.stream.as_fd(), PollFlags::POLLIN)));
@@ -311,15 +311,15 @@ impl PendingQuotas {
         PendingQuotas(quotas)
     }
 
-    /// Returns how many unauthenticated connections `source` may have, and the address under which
-    /// they are counted. All unknown addresses are counted together, as `None`.
+    /// Returns the limit on unauthenticated connections from the address `source`, and the address
+    /// under which such connections count. All unknown addresses are counted together, as `None`.
     fn find_quota(&self, source: IpAddr) -> (Option<IpAddr>, usize) {
         let source = source.to_canonical();
         self.0.get(&source).map_or((None, MAX_PENDING_FROM_UNKNOWN), |quota| (Some(source), *quota))
     }
 
-    /// Adds `connection` to `pending`, the queue of unauthenticated connections, and closes the
-    /// oldest connection of its source address if that address now has too many.
+    /// Adds `connection` to the queue of unauthenticated connections, and closes the oldest one of
+    /// its source address if this address now has too many.
     fn enqueue_connection(&self, connection: PendingConnection, pending: &mut VecDeque<PendingConnection>) {
         let (source, quota) = self.find_quota(connection.source);
         let is_counted = |other: &PendingConnection| self.find_quota(other.source).0 == source;
@@ -375,8 +375,8 @@ struct PendingConnection {
     expected: Option<(Hello, blake3::Hash, blake3::Hash)>,
 }
 
-/// What one attempt to advance a handshake on the accepting side led to: the handshake waits for
-/// bytes, has failed, or has authenticated the peer.
+/// State of a handshake on the accepting side after all available bytes were read: waiting for
+/// bytes, failed, or complete.
 enum HandshakeProgress {
     Waiting,
     Failed,

@@ -33,7 +33,8 @@ pub(super) enum ControlFrame {
     Unknown(u8),
 }
 
-/// The result of parsing a control frame at the start of the bytes that a peer has sent.
+/// Result of parsing bytes from a peer as a control frame: a complete frame, too few bytes, or an
+/// invalid frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum FrameParse {
     /// A frame, and the number of its bytes.

@@ -14,22 +14,21 @@
 //! occupies only one small buffer. Only a peer with the key can reject a connection for good.
 use crate::RejectReason;
 
-/// The first eight bytes of a connector's first message (HELLO) and of the answer (CHALLENGE),
-/// which identify the protocol.
+/// The first eight bytes of the first message of each side (HELLO and CHALLENGE) in the handshake
+/// of two ranks, which identify the protocol.
 const HANDSHAKE_MAGIC: [u8; 8] = *b"launchtc";
 /// The version of the handshake and of the messages between ranks, which two ranks must have in
 /// common. Ranks with different versions reject each other.
 const PROTOCOL_VERSION: u32 = 3;
-/// The number with which CHALLENGE, the acceptor's answer to a HELLO, states that the connection is
-/// accepted.
+/// The value in the handshake message CHALLENGE which means that the peer accepts the connection.
 const ACCEPTED_NUMBER: u32 = 0;
 
 /// Size in bytes of the key, of a nonce, and of a message authentication code (MAC).
 pub(super) const SECRET_BYTES: usize = 32;
 /// Size in bytes of HELLO, the first message of a handshake between two ranks.
 pub(super) const HELLO_BYTES: usize = 8 + 4 + 4 + SECRET_BYTES + 4 + 4 + 4 + SECRET_BYTES;
-/// Size in bytes of CHALLENGE, the answer to a HELLO, without its message authentication code
-/// (MAC).
+/// Size in bytes of the handshake message CHALLENGE without the message authentication code (MAC)
+/// at its end.
 const CHALLENGE_BYTES_WITHOUT_MAC: usize = 8 + 4 + SECRET_BYTES;
 /// Size in bytes of CHALLENGE, the answer to a HELLO, with its message authentication code (MAC).
 pub(super) const CHALLENGE_BYTES: usize = CHALLENGE_BYTES_WITHOUT_MAC + SECRET_BYTES;
@@ -47,7 +46,8 @@ impl ConnectionKind {
     pub(super) const ALL: [ConnectionKind; 2] = [ConnectionKind::Data, ConnectionKind::Control];
 }
 
-/// The identity of a rank, and the key with which the rank proves its identity in a handshake.
+/// Identifies one rank in a handshake: the hash of the run's name, the attempt, the rank and the
+/// world size, with the ranks' secret key.
 #[derive(Clone)]
 pub(super) struct RankIdentity {
     pub(super) key: [u8; SECRET_BYTES],
@@ -58,12 +58,13 @@ pub(super) struct RankIdentity {
     pub(super) world: u32,
 }
 
-/// The numbers with which CHALLENGE, the acceptor's answer to a HELLO, states why the connection is
-/// rejected.
+/// The values in the handshake message CHALLENGE that mean a rejected connection, each with the
+/// reason.
 const REJECTION_NUMBERS: [(u32, RejectReason); 3] =
     [(1, RejectReason::OtherVersion), (2, RejectReason::OtherAttempt), (3, RejectReason::UnexpectedRank)];
 
-/// The content of HELLO, a connector's first message: its rank, and the kind of the connection.
+/// Content of HELLO, the first message of a handshake: the connecting rank, and whether the
+/// connection is for collectives or for control frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) from: u32,
@@ -96,9 +97,10 @@ pub(super) fn encode_hello(
     out
 }
 
-/// Decodes and checks HELLO, a connector's first message, which the acceptor with the identity `id`
-/// received. Fails with the reject reason if the HELLO does not match `id`. Returns `None` if the
-/// bytes belong to another protocol, so that the acceptor must not answer.
+/// Checks HELLO, the first message of a handshake, against this rank's identity `id`, and returns
+/// the connecting rank and the purpose of the connection. Fails with the reject reason if the HELLO
+/// does not match `id`. Returns `None` if the bytes belong to another protocol, so that the
+/// acceptor must not answer.
 pub(super) fn check_hello(
     id: &RankIdentity,
     hello: &[u8; HELLO_BYTES],
@@ -130,8 +132,8 @@ pub(super) fn check_hello(
     })
 }
 
-/// Encodes CHALLENGE, the acceptor's answer to a HELLO: acceptance or rejection, a nonce, and a
-/// message authentication code (MAC).
+/// Encodes the handshake message CHALLENGE, which accepts or rejects a connection and contains a
+/// nonce and a message authentication code (MAC).
 pub(super) fn encode_challenge(
     id: &RankIdentity,
     hello: &[u8; HELLO_BYTES],
@@ -149,7 +151,8 @@ pub(super) fn encode_challenge(
     out
 }
 
-/// What an acceptor answers to a connector's HELLO: acceptance or a reject reason.
+/// Meaning of the handshake message CHALLENGE for the connecting rank: accepted, rejected with a
+/// reason, from an unproven sender, or of another protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ChallengeAnswer {
     /// A peer that has the key of this attempt accepts the connection.
@@ -163,8 +166,8 @@ pub(super) enum ChallengeAnswer {
     OtherProtocol,
 }
 
-/// Decodes CHALLENGE, the acceptor's answer, which the connector with the identity `id` received
-/// after its `hello`.
+/// Checks and decodes the handshake message CHALLENGE, which this rank (identity `id`) received in
+/// answer to its message `hello`.
 pub(super) fn decode_challenge(
     id: &RankIdentity,
     hello: &[u8; HELLO_BYTES],
@@ -189,23 +192,25 @@ pub(super) fn decode_challenge(
     }
 }
 
-/// Computes the message authentication code (MAC) of CHALLENGE, the acceptor's answer to a HELLO.
-/// Comparing two MACs takes constant time.
+/// Computes the message authentication code (MAC) at the end of the handshake message CHALLENGE,
+/// which covers HELLO and the rest of CHALLENGE. Comparing two MACs takes constant time.
 fn compute_challenge_mac(id: &RankIdentity, hello: &[u8; HELLO_BYTES], answer: &[u8]) -> blake3::Hash {
     let mut hasher = blake3::Hasher::new_keyed(&id.key);
     hasher.update(b"launch challenge").update(hello).update(answer).finalize()
 }
 
-/// Which side of a handshake computes a message authentication code (MAC). The sides use different
-/// prefixes, so a MAC cannot be reflected to its sender.
+/// Side of a handshake that computes a message authentication code (MAC): the connecting rank or
+/// the accepting rank. The sides use different prefixes, so a MAC cannot be reflected to its
+/// sender.
 #[derive(Clone, Copy)]
 pub(super) enum HandshakeSide {
     Connector,
     Acceptor,
 }
 
-/// Computes the message authentication code (MAC) with which one side of a handshake proves that it
-/// knows the key. The MAC covers HELLO and CHALLENGE, and comparing two MACs takes constant time.
+/// Computes the message authentication code (MAC) of HELLO and CHALLENGE with which one side of a
+/// handshake proves that it knows the key. The MAC covers HELLO and CHALLENGE, and comparing two
+/// MACs takes constant time.
 pub(super) fn compute_mac(
     id: &RankIdentity,
     side: HandshakeSide,

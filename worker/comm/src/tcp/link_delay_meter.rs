@@ -1,24 +1,25 @@
-//! [`LinkDelayMeter`]: measures how long data is in flight over a rank's TCP connections.
+//! [`LinkDelayMeter`]: measures how long the data that a rank sends over its TCP connections stays
+//! unacknowledged.
 use crate::LinkDelays;
 use std::{net::TcpStream, os::fd::AsRawFd, time::Duration};
 
-/// The largest number of a rank's TCP connections on which [`LinkDelayMeter`] measures how long
-/// data is in flight. A measurement takes about a microsecond per connection.
+/// Maximum number of a rank's TCP connections on which [`LinkDelayMeter`] measures delays, because
+/// each measurement takes time. A measurement takes about a microsecond per connection.
 const MAX_MEASURED_LINKS: usize = 64;
 /// The number of bytes that are read from the start of the kernel's `struct tcp_info`.
 const TCP_INFO_BYTES: usize = 184;
-/// The byte offset of `tcpi_data_segs_out`, the number of data segments sent, in `struct tcp_info`
-/// (linux/tcp.h).
+/// Byte offset of the number of sent data segments (`tcpi_data_segs_out`) in the kernel's `struct
+/// tcp_info` (linux/tcp.h).
 const DATA_SEGMENTS_OFFSET: usize = 156;
-/// The byte offset of `tcpi_busy_time`, the time with unacknowledged data, in `struct tcp_info`
-/// (linux/tcp.h).
+/// Byte offset of the time with unacknowledged data (`tcpi_busy_time`) in the kernel's `struct
+/// tcp_info` (linux/tcp.h).
 const BUSY_TIME_OFFSET: usize = 168;
-/// The byte offset of `tcpi_rwnd_limited`, the time in which the receiver's window was full, in
-/// `struct tcp_info` (linux/tcp.h).
+/// Byte offset of the time during which the receiver's window was full (`tcpi_rwnd_limited`) in the
+/// kernel's `struct tcp_info` (linux/tcp.h).
 const WINDOW_LIMITED_OFFSET: usize = 176;
 
-/// The kernel's counters of a TCP connection since it was opened: sent segments, and the time for
-/// which sent data was not acknowledged.
+/// The kernel's counters of one TCP connection: the segments sent so far, and how long sent data
+/// stayed unacknowledged in total.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct LinkCounters {
     /// The number of segments with data that were sent.
@@ -29,8 +30,8 @@ struct LinkCounters {
     window_limited_us: u64,
 }
 
-/// Measures how long data is in flight over a rank's TCP connections, by comparing the kernel's
-/// counters with those of the previous measurement.
+/// Measures how long data that a rank sent over its TCP connections stayed unacknowledged, from the
+/// kernel's counters at this and the previous measurement.
 #[derive(Debug, Default)]
 pub(super) struct LinkDelayMeter {
     /// By rank.
@@ -38,8 +39,8 @@ pub(super) struct LinkDelayMeter {
 }
 
 impl LinkDelayMeter {
-    /// Measures how long data of this rank was in flight on its fastest and on its slowest
-    /// connection since the previous call. `streams` has the rank and the stream of each
+    /// Returns how long data that this rank sent was unacknowledged since the previous call, on its
+    /// fastest and on its slowest connection. `streams` has the rank and the stream of each
     /// connection. Returns `None` if nothing was sent, or if the kernel does not measure the time.
     pub(super) fn take_delays<'s>(
         &mut self,

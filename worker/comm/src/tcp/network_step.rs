@@ -1,5 +1,5 @@
-//! [`NetworkStep`]: sends and receives the messages of one step of a collective, over all
-//! connections at the same time.
+//! [`NetworkStep`]: exchanges the messages of one step of a collective with several peers at the
+//! same time, over one TCP connection per peer.
 //!
 //! The calling thread sends and receives on whichever connection is ready next. Data moves directly
 //! between the caller's memory and the kernel's socket buffers.
@@ -27,14 +27,14 @@ use std::{
 
 /// Size in bytes of the header that precedes each message between ranks.
 const HEADER_BYTES: usize = 40;
-/// How many bytes, approximately, the thread transfers on one connection in each direction before
-/// it serves the next connection.
+/// Approximate number of bytes that a rank transfers on one connection in each direction before it
+/// turns to the next connection.
 const MAX_TURN_BYTES: usize = 1 << 20;
 /// The longest wait for a connection to become readable or writable before the timeout is checked.
 const TIMEOUT_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
-/// The TCP connection to one rank for the data of collectives, and how many messages were sent and
-/// received on it.
+/// TCP connection to one peer for the data of collectives, with counters of the messages sent and
+/// received on the connection.
 pub(super) struct DataConnection {
     pub(super) stream: TcpStream,
     /// Number of messages that this rank began to send.
@@ -51,7 +51,8 @@ impl DataConnection {
     }
 }
 
-/// Where the bytes of an outgoing message are stored: in the receive buffer or in other memory.
+/// Location of the bytes of an outgoing message: in the buffer that also receives messages, or in
+/// other memory.
 pub(super) enum SendSource<'a> {
     /// A range of the receive buffer. The step must not receive into this range.
     Buffer(Range<usize>),
@@ -69,8 +70,8 @@ impl SendSource<'_> {
     }
 }
 
-/// The messages that a rank exchanges with one peer in one network step of a collective, and how
-/// many of their bytes were transferred.
+/// The messages that a rank exchanges with one peer in one step of a collective, and the number of
+/// bytes transferred so far in each direction.
 pub(super) struct PeerTransfer<'a> {
     pub(super) peer: usize,
     /// The message to send; `None` if this step sends nothing to the peer.
@@ -87,8 +88,8 @@ pub(super) struct PeerTransfer<'a> {
 }
 
 impl<'a> PeerTransfer<'a> {
-    /// Creates the transfer with `peer` in a network step: the message to send, and where the
-    /// received message is stored.
+    /// Creates the transfer of one message to `peer` from `source` and of one message from `peer`
+    /// to the range `recv_range` of the receive buffer.
     pub(super) fn new(peer: usize, source: Option<SendSource<'a>>, recv_range: Option<Range<usize>>) -> Self {
         PeerTransfer {
             peer,
@@ -112,7 +113,8 @@ impl<'a> PeerTransfer<'a> {
     }
 }
 
-/// Why the transfer of messages with one peer ended early.
+/// Why a rank could not exchange messages with one peer: the connection ended, or the peer sent an
+/// unexpected message header.
 enum TransferError {
     /// The connection failed, or the peer closed it.
     Closed,
@@ -120,8 +122,8 @@ enum TransferError {
     Mismatch(CallMismatch),
 }
 
-/// One network step of a collective, in which a rank sends messages to several peers and receives
-/// messages from them at the same time. Holds the step's call and timeout.
+/// One step of a collective over the network, in which a rank sends messages to several peers and
+/// receives messages from them at the same time. Holds the step's call and timeout.
 pub(super) struct NetworkStep<'a> {
     pub(super) topology: &'a Topology,
     pub(super) health: &'a GroupHealth,
@@ -187,7 +189,7 @@ impl NetworkStep<'_> {
         connection.ok_or(CommError::NotConnected { rank: self.topology.rank, peer })
     }
 
-    /// Sends and receives as many bytes of `transfer`, the messages exchanged with one peer, as
+    /// Sends and receives as many bytes of the messages exchanged with one peer (`transfer`) as
     /// possible without blocking. Returns the number of bytes in both directions together.
     fn transfer_available_bytes(
         &self,
@@ -248,8 +250,8 @@ impl NetworkStep<'_> {
         Ok(())
     }
 
-    /// Fails if the header of a message from `peer` does not announce what this rank expects:
-    /// message number `expected` on this connection, with `len` bytes, for the same call.
+    /// Fails if a message header from `peer` has another message number than `expected`, another
+    /// length than `len`, or another collective.
     fn check_header(
         &self,
         expected: u64,
@@ -271,9 +273,8 @@ impl NetworkStep<'_> {
         self.call.check_transfer_bytes(peer, rank, word(4), len as u64)
     }
 
-    /// Blocks until data can be sent or received on a connection with an unfinished transfer, or
-    /// the group is aborted, for at most `timeout` or [`TIMEOUT_CHECK_INTERVAL`], whichever is
-    /// shorter.
+    /// Blocks until a connection with an unfinished transfer is ready, the group is aborted, or a
+    /// time of at most `timeout` has passed.
     fn wait_until_ready(
         &self,
         connections: &[Option<DataConnection>],

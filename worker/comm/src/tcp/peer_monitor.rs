@@ -1,5 +1,5 @@
-//! [`PeerMonitor`]: detects dead ranks on other hosts, and carries heartbeats, aborts, and
-//! farewells of ranks that leave.
+//! [`PeerMonitor`]: detects dead ranks on other hosts by heartbeats, and exchanges abort messages
+//! and farewells (clean leaves) with the ranks.
 //!
 //! Each pair of ranks on different hosts has a control connection in addition to its data
 //! connection, so that control frames pass while data is queued. One thread per rank reads the
@@ -37,8 +37,8 @@ const FAREWELL_TIMEOUT: Duration = Duration::from_millis(200);
 /// counts as lost.
 const HEARTBEATS_PER_TIMEOUT: u32 = 5;
 
-/// One rank's knowledge of its group: whether the group was aborted, which ranks have left, and
-/// when bytes of each peer last arrived. All threads of the rank share it.
+/// What one rank knows about its group: whether the group was aborted, which ranks have left, and
+/// when each peer last sent bytes. All threads of the rank share it.
 pub(super) struct GroupHealth {
     rank: usize,
     start: Instant,
@@ -60,15 +60,15 @@ pub(super) struct GroupHealth {
     shm: OnceLock<Arc<ShmComm>>,
 }
 
-/// Locks `mutex`, even if another thread panicked while it held the lock.
+/// Locks `mutex`, and ignores that another thread may have panicked while it held the lock.
 fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // no code panics while it holds one of these locks
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl GroupHealth {
-    /// Creates a rank's knowledge of its group (aborts, ranks that left, last bytes of each peer)
-    /// before the rank joins the group.
+    /// Creates the record of what a rank knows about its group (aborts, ranks that left, silence of
+    /// peers) before the rank joins.
     pub(super) fn new(rank: usize, world: usize) -> std::io::Result<Self> {
         let event = || EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
         Ok(GroupHealth {
@@ -84,8 +84,8 @@ impl GroupHealth {
         })
     }
 
-    /// Sets the shared memory of this host's ranks, through which an abort of the group that
-    /// happens later reaches them.
+    /// Connects this rank's abort state to the shared memory `shm`, so that an abort of the group
+    /// also reaches the other ranks of the host.
     pub(super) fn attach_shared_memory(&self, shm: Arc<ShmComm>) {
         let aborted = lock_ignoring_poison(&self.aborted);
         if let Some(reason) = &*aborted {
@@ -127,7 +127,7 @@ impl GroupHealth {
             .retain_mut(|(_, stream)| stream.write(&frame).is_ok_and(|n| n == frame.len()));
     }
 
-    /// Returns a descriptor for the system call `poll`, which becomes readable when the group is
+    /// Returns a `poll` entry for the event descriptor that becomes readable when the group is
     /// aborted. Every wait polls this descriptor together with its connections.
     pub(super) fn abort_poll_fd(&self) -> PollFd<'_> {
         PollFd::new(self.abort_event.as_fd(), PollFlags::POLLIN)
@@ -138,14 +138,14 @@ impl GroupHealth {
         self.last_heard_ms[rank].store(self.elapsed_ms(), SeqCst);
     }
 
-    /// Returns the number of milliseconds since this state was created, plus 1 so that the result
-    /// is never 0.
+    /// Returns the milliseconds since this object was created, plus 1, because 0 means that a peer
+    /// has sent nothing yet.
     fn elapsed_ms(&self) -> u64 {
         self.start.elapsed().as_millis() as u64 + 1
     }
 
-    /// Determines why the data connection to `rank` ended during the collective `call`: an abort of
-    /// the group, the farewell of `rank`, or its loss. Waits up to [`FAREWELL_TIMEOUT`] for a
+    /// Determines why the data connection to `rank` ended during the collective `call`: the group
+    /// was aborted, the rank left, or the rank was lost. Waits up to [`FAREWELL_TIMEOUT`] for a
     /// farewell or an abort, because either of them may arrive after the data connection has ended.
     pub(super) fn wait_for_end_reason(&self, rank: usize, call: &CollectiveCall) -> AbortReason {
         let deadline = Instant::now() + FAREWELL_TIMEOUT;
@@ -182,7 +182,8 @@ struct MonitoredPeer {
     is_open: bool,
 }
 
-/// The thread of a rank that monitors its peers: their control connections and the timeouts.
+/// Thread of a rank that sends heartbeats to peers on other hosts, reads their control frames, and
+/// aborts the group if a peer falls silent.
 pub(super) struct PeerMonitor {
     health: Arc<GroupHealth>,
     peers: Vec<MonitoredPeer>,
@@ -270,9 +271,9 @@ impl PeerMonitor {
         }
     }
 
-    /// Waits until all peers have closed their control connections, at most [`LEAVE_TIMEOUT`], or
-    /// [`ABORTED_LEAVE_TIMEOUT`] in an aborted group.
-    /// Closing earlier could reset a connection and discard a sent frame.
+    /// Waits until all peers have closed their control connections, but no longer than
+    /// [`LEAVE_TIMEOUT`], or [`ABORTED_LEAVE_TIMEOUT`] after an abort. Closing earlier could reset
+    /// a connection and discard a sent frame.
     fn wait_for_close(&mut self) {
         lock_ignoring_poison(&self.health.senders).clear();
         for peer in &self.peers {
@@ -335,9 +336,8 @@ impl MonitoredPeer {
         }
     }
 
-    /// Processes the complete control frames among the bytes received from the peer: an abort
-    /// aborts the group on this rank, too, and a farewell marks the peer as having left. An invalid
-    /// frame aborts the group.
+    /// Processes the complete control frames that the peer has sent: aborts the group if a frame is
+    /// an abort, and records a farewell. An invalid frame aborts the group.
     fn process_complete_frames(&mut self, health: &GroupHealth) {
         loop {
             let (frame, end) = match ControlFrame::parse(&self.buffer[..self.filled]) {

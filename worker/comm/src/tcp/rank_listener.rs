@@ -36,8 +36,9 @@ pub struct GroupMember {
     pub addresses: Vec<SocketAddr>,
 }
 
-/// Description of the group that a rank joins: its members with their hosts and addresses, the run
-/// and its attempt, and the key of the job. All ranks give the same description except for `rank`.
+/// Describes the group that a rank joins: the hosts and addresses of all ranks, the name of the
+/// run, the number of the attempt, and the secret key. All ranks give the same description except
+/// for `rank`.
 #[derive(Clone)]
 pub struct GroupSpec {
     /// The rank of this process.
@@ -59,7 +60,8 @@ pub struct RankListener {
     listener: TcpListener,
 }
 
-/// Handle with which any thread can abort a group, also while this rank is still joining it.
+/// Handle with which any thread of a rank can abort the group, even before the rank has joined the
+/// group.
 #[derive(Clone)]
 pub struct AbortHandle(Arc<GroupHealth>);
 
@@ -127,8 +129,8 @@ impl RankListener {
         })
     }
 
-    /// Joins the shared memory group of this host's ranks, connects to the ranks of other hosts,
-    /// and starts the thread that monitors them.
+    /// Connects this rank to the ranks of its host through shared memory and to all other ranks
+    /// over TCP, and starts the monitor thread.
     fn connect_to_peers(
         self,
         group: &GroupSpec,

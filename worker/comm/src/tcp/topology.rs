@@ -1,5 +1,5 @@
-//! [`Topology`]: which rank is on which host, and which rank of a host receives the data that other
-//! hosts send to it.
+//! [`Topology`]: which rank is on which host, and which rank of a host receives the data that a
+//! rank on another host sends to all.
 //!
 //! Each rank has a *counterpart* on every other host: the rank whose local rank is the same, modulo
 //! the number of ranks of that host. Data that every rank needs is sent once to each other host, to
@@ -7,7 +7,7 @@
 //! the same time, even if the hosts have different numbers of ranks.
 use crate::GroupError;
 
-/// Which rank of a group is on which host, from the point of view of one rank.
+/// The host of every rank in a group, together with the rank and the host of this process.
 #[derive(Clone, Debug)]
 pub(crate) struct Topology {
     pub(crate) rank: usize,
@@ -23,9 +23,9 @@ pub(crate) struct Topology {
 }
 
 impl Topology {
-    /// Computes which ranks share a host with `rank` and which are on other hosts, from the host of
-    /// every rank. `hosts[r]` is a number that identifies the host of rank r. Fails if the number
-    /// of ranks or the rank is out of range.
+    /// Creates the topology of a group for the rank `rank` from `hosts`, the host of every rank.
+    /// `hosts[r]` is a number that identifies the host of rank r. Fails if the number of ranks or
+    /// the rank is out of range.
     pub(crate) fn new(rank: usize, hosts: &[usize]) -> Result<Self, GroupError> {
         let world = hosts.len();
         if !(1..=crate::MAX_WORLD_SIZE).contains(&world) {
@@ -70,15 +70,15 @@ impl Topology {
         self.host_by_rank[rank] == self.host
     }
 
-    /// Returns the ranks on other hosts in cyclic order, from the rank after this one to the rank
-    /// before it. With this order, ranks do not all send to the same rank first.
+    /// Returns all ranks on other hosts, starting with the first one after this rank and wrapping
+    /// around at the last rank. With this order, ranks do not all send to the same rank first.
     pub(crate) fn remote_ranks(&self) -> impl Iterator<Item = usize> + '_ {
         let (me, world) = (self.rank, self.world_size());
         (1..world).map(move |i| (me + i) % world).filter(|r| !self.is_local(*r))
     }
 
-    /// Returns the one rank on `host` that receives data from `rank` if all ranks of `host` need
-    /// the data.
+    /// Returns the rank on `host` to which `rank` sends data that all ranks of `host` need, so that
+    /// the data crosses the network only once.
     fn find_receiver_on_host(&self, rank: usize, host: usize) -> usize {
         if self.host_by_rank[rank] == host {
             return rank;
@@ -87,15 +87,15 @@ impl Topology {
         ranks[self.local_rank_of[rank] % ranks.len()]
     }
 
-    /// Returns whether rank `to`, on another host, is the one rank of its host to which rank `from`
-    /// sends data that all ranks need. Only one rank of each host receives such data. Rank `to`
-    /// then shares the data with its host.
+    /// Returns true if rank `to` is the rank of its host that receives from rank `from` the data
+    /// that all ranks need. Only one rank of each host receives such data. Rank `to` then shares
+    /// the data with its host.
     pub(crate) fn sends_replica_to(&self, from: usize, to: usize) -> bool {
         self.find_receiver_on_host(from, self.host_by_rank[to]) == to
     }
 
-    /// Returns the local rank of the rank on this host that receives the data of `rank` first:
-    /// `rank` itself if it is on this host, otherwise the rank that corresponds to it here.
+    /// Returns the local rank of the rank on this host that is the first to receive data that
+    /// `rank` sends to all ranks. This is `rank` itself if it is on this host.
     pub(crate) fn find_local_receiver(&self, rank: usize) -> usize {
         self.local_rank_of[self.find_receiver_on_host(rank, self.host)]
     }

@@ -8,19 +8,19 @@ use super::{
 };
 use crate::{AbortReason, RejectReason};
 
-/// The number of the rank that is assumed to receive the bytes which a fuzz target or test parses.
+/// Number of the rank that acts as the receiver of the bytes in fuzz targets and tests.
 const RECEIVER_RANK: u32 = 0;
-/// The number of the rank that is assumed to send the bytes which a fuzz target or test parses.
+/// Number of the rank that acts as the sender of the bytes in fuzz targets and tests.
 const SENDER_RANK: u32 = 1;
 
-/// Returns the identity (key, run, attempt and rank) of rank `rank` in an example group of four
-/// ranks, for fuzz targets and tests.
+/// Creates the key, run, attempt and rank with which the example rank `rank` (of four) takes part
+/// in handshakes in fuzz targets and tests.
 fn create_identity(rank: u32) -> RankIdentity {
     RankIdentity { key: [7; SECRET_BYTES], run: [9; SECRET_BYTES], attempt: 1, rank, world: 4 }
 }
 
-/// Creates two valid inputs, each with its name: the first message of a handshake (HELLO), and
-/// three frames of a control connection.
+/// Creates two named byte strings from which fuzzing starts: a valid first message of a handshake
+/// (HELLO), and three valid control frames.
 pub(crate) fn create_fuzz_seeds() -> [(&'static str, Vec<u8>); 2] {
     let nonce = [1; SECRET_BYTES];
     let hello = handshake::encode_hello(

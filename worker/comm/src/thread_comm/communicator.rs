@@ -18,8 +18,8 @@ pub struct ThreadComm {
     pub(super) call_state: Mutex<ThreadCallState>,
 }
 
-/// Counters of one rank's communicator: how many collectives the rank has begun, and how many times
-/// it has exchanged data in them.
+/// Counters of one rank's communicator: the collectives that the rank has begun, and the data
+/// exchanges within these collectives.
 pub(super) struct ThreadCallState {
     /// Number of collectives called so far.
     pub(super) calls: u64,

@@ -19,9 +19,9 @@ use std::{
     time::Instant,
 };
 
-/// Guard that shows to the other threads of a group, until it is dropped, that this rank reads
-/// their buffers, which must therefore stay valid. Dropping it, on return or during a panic, blocks
-/// until no peer reads this rank's memory any more.
+/// Guard that counts this rank as a reader of the other threads' buffers while it exists, so that
+/// these threads keep their buffers valid. Dropping it, on return or during a panic, blocks until
+/// no peer reads this rank's memory any more.
 struct PeerReadGuard<'a> {
     comm: &'a ThreadComm,
     exchange: u64,
@@ -61,9 +61,9 @@ impl Drop for PeerReadGuard<'_> {
 }
 
 impl ThreadComm {
-    /// Runs one exchange of a collective: publishes `contribution` (this rank's call and buffers),
-    /// waits for every rank, checks that all made the same call, and lets `read` read the
-    /// contributions of all ranks. Returns when no rank reads any more.
+    /// Publishes this rank's call and buffers (`contribution`), waits until all ranks have done so,
+    /// and calls `read` with the contributions of all ranks. Fails if the ranks made different
+    /// calls. Returns when no rank reads any more.
     pub(super) fn exchange_contributions(
         &self,
         call_state: &mut ThreadCallState,
@@ -85,8 +85,8 @@ impl ThreadComm {
         }
     }
 
-    /// Publishes `contribution` (this rank's call and buffers), waits until all ranks have
-    /// published theirs, and returns those of all ranks. On success this rank counts as a reader.
+    /// Publishes this rank's call and buffers (`contribution`), and returns the contributions of
+    /// all ranks once every rank has published one. On success this rank counts as a reader.
     fn publish_and_wait_for_peers(
         &self,
         exchange: u64,
@@ -139,8 +139,8 @@ impl ThreadComm {
         self.wait_for_readers(state, CommError::Aborted(reason))
     }
 
-    /// Waits, after an abort, until no rank reads the memory of its peers any more, and then fails
-    /// with `error`.
+    /// Waits after an abort until no thread reads the buffers of other threads, and then fails with
+    /// `error`.
     fn wait_for_readers<T>(&self, mut state: MutexGuard<'_, GroupState>, error: CommError) -> Result<T> {
         while state.readers > 0 {
             state = self.group.wait_for_change(state, Instant::now() + self.group.timeout);
@@ -148,16 +148,16 @@ impl ThreadComm {
         Err(error)
     }
 
-    /// Builds the timeout error which reports that the ranks in `missing` did not enter the
-    /// collective that this rank has called with the summary `call`.
+    /// Creates the timeout error of this rank's collective `call`, which the ranks in `missing` did
+    /// not enter in time.
     fn build_timeout_error(&self, call: &CollectiveCall, missing: Vec<usize>) -> CommError {
         let GroupPosition { rank, world } = self.position;
         let (collective, call_number, timeout) = (call.kind, call.number, self.group.timeout);
         CommError::Timeout { rank, world, collective, call_number, timeout, missing }
     }
 
-    /// Fails if the ranks published different calls of a collective in an exchange, or if the ranks
-    /// of an all-to-all do not expect the lengths that are sent to them.
+    /// Fails if the ranks called different collectives, or if a rank sends another rank a different
+    /// number of elements in an all-to-all than that rank expects.
     fn check_contributions(
         &self,
         call: &CollectiveCall,

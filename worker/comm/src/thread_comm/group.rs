@@ -1,4 +1,4 @@
-//! [`ThreadGroup`]: the state shared by the ranks of a group whose ranks are threads of one
+//! [`ThreadGroup`]: state that all ranks of a group share, where each rank is a thread of one
 //! process.
 use super::{published_slice::PublishedSlice, thread_window::ThreadWindow};
 use crate::{AbortReason, call::CollectiveCall};
@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The state shared by the ranks of a group whose ranks are threads of one process.
+/// State that all ranks of a group share, where each rank is a thread of one process.
 pub(super) struct ThreadGroup {
     pub(super) timeout: Duration,
     pub(super) state: Mutex<GroupState>,
@@ -15,8 +15,8 @@ pub(super) struct ThreadGroup {
     pub(super) changed: Condvar,
 }
 
-/// The lock-protected state of a group of threads: the progress of every rank, and why the group
-/// was aborted.
+/// State of a group of threads that a mutex protects: the data exchanges that each rank has entered
+/// and finished, and why the group was aborted.
 pub(super) struct GroupState {
     pub(super) contributions: Vec<Option<Arc<Contribution>>>,
     /// By rank: the number of the last exchange that the rank entered.
@@ -32,8 +32,8 @@ pub(super) struct GroupState {
     pub(super) aborted: Option<AbortReason>,
 }
 
-/// What one rank publishes in one exchange for its peers to read: a summary of its call, and its
-/// buffers.
+/// The call and the buffers that one rank makes readable for its peers in one data exchange of a
+/// collective.
 pub(super) struct Contribution {
     pub(super) call: CollectiveCall,
     pub(super) slices: Vec<PublishedSlice>,
@@ -43,8 +43,8 @@ pub(super) struct Contribution {
 }
 
 impl ThreadGroup {
-    /// Creates the shared state of a group of `world` ranks, of which none has begun a collective.
-    /// A rank waits for its peers at most `timeout` in one exchange.
+    /// Creates the shared state of a group of `world` ranks before their first collective. A rank
+    /// waits for its peers at most `timeout` in one exchange.
     pub(super) fn new(world: usize, timeout: Duration) -> Self {
         let state = GroupState {
             contributions: vec![None; world],
@@ -64,8 +64,8 @@ impl ThreadGroup {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sleeps until another rank changes the state of the group, or until `deadline`. The lock
-    /// `state` is released meanwhile, and returned locked again.
+    /// Sleeps until another thread signals a change of the group's state, or until `deadline`. The
+    /// lock `state` is released meanwhile, and returned locked again.
     pub(super) fn wait_for_change<'a>(
         &self,
         state: MutexGuard<'a, GroupState>,

@@ -1,6 +1,7 @@
 //! [`PublishedSlice`]: a range of one rank's memory that the other threads of its group may read
-//! during an exchange.
-/// A range of one rank's memory that the other threads of its group may read during an exchange.
+//! during a data exchange of a collective.
+/// A range of one rank's memory that the other threads of its group may read during a data exchange
+/// of a collective.
 #[derive(Clone, Copy)]
 pub(super) struct PublishedSlice {
     address: *const u8,
@@ -21,7 +22,7 @@ impl PublishedSlice {
         PublishedSlice { address, bytes, element_bytes: size_of::<f32>() }
     }
 
-    /// Publishes the bytes `x` of elements with `element_bytes` bytes each, which peers can then
+    /// Publishes the bytes `x`, which contain elements of `element_bytes` bytes each, for peers to
     /// read with [`PublishedSlice::as_bytes`].
     pub(super) fn from_bytes(x: &[u8], element_bytes: usize) -> Self {
         PublishedSlice { address: x.as_ptr(), bytes: x.len(), element_bytes }

@@ -4,8 +4,8 @@ use crate::shared_window::WindowMemory;
 use device::{Buf, Dtype};
 use std::{ops::Range, ptr::NonNull};
 
-/// The memory of a window that all ranks of a group share ([`crate::Comm::shared_window`]), if all
-/// ranks are threads of this process. It is ordinary memory.
+/// Memory that all ranks of a group share ([`crate::Comm::shared_window`]) when the ranks are
+/// threads of one process. It is ordinary memory.
 pub(super) struct ThreadWindow {
     /// The address of the window's first element.
     pub(super) start: NonNull<u8>,
@@ -29,7 +29,7 @@ impl ThreadWindow {
 }
 
 impl WindowMemory for ThreadWindow {
-    /// Does nothing, because the window's pages are counted only once: all ranks are threads of
-    /// this process.
+    /// Does nothing, because threads of one process share the window's pages, which the kernel
+    /// counts only once.
     fn release_pages(&self, _: Range<usize>) {}
 }

@@ -7,12 +7,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Number of multiply-adds in each sequence of dependent multiply-adds (a chain) of one
-/// measurement.
+/// Number of multiply-adds that each sequence of dependent multiply-adds has when the peak rate of
+/// the machine is measured.
 const FMAS_PER_CHAIN: usize = 20_000;
 
-/// Type of the functions that compute several independent sequences of dependent multiply-adds
-/// (chains) in registers, and return their sum.
+/// Type of the functions that measure the peak rate: each computes several independent sequences of
+/// dependent multiply-adds in registers, and returns their sum.
 type FmaChainsFn = fn(f32) -> f32;
 
 /// Measures the peak rate of multiply-adds on `threads` threads during `time`, and returns the best
@@ -38,8 +38,9 @@ pub(crate) fn measure_amx_peak_flops(instruction_set: &str, threads: usize, time
     None
 }
 
-/// Runs `run_chains`, which performs `flops` floating-point operations, repeatedly on `threads`
-/// threads during `time`. Returns the best rate in FLOP/s of all threads together.
+/// Calls `run_chains`, which performs `flops` floating-point operations, repeatedly on `threads`
+/// threads during `time`, and measures the rate. Returns the best rate in FLOP/s of all threads
+/// together.
 fn measure_rate(run_chains: FmaChainsFn, flops: usize, threads: usize, time: Duration) -> f64 {
     let (barrier, end) = (Barrier::new(threads), Instant::now() + time);
     let measure = || {
@@ -60,7 +61,7 @@ fn measure_rate(run_chains: FmaChainsFn, flops: usize, threads: usize, time: Dur
 }
 
 /// Returns the function that performs multiply-adds with `instruction_set`, and the number of
-/// floating-point operations in one call of it.
+/// floating-point operations of each call.
 fn select_fma_chains_fn(instruction_set: &str) -> (FmaChainsFn, usize) {
     #[cfg(target_arch = "x86_64")]
     if instruction_set.starts_with("avx512") || instruction_set.starts_with("amx") {
@@ -77,8 +78,8 @@ fn select_fma_chains_fn(instruction_set: &str) -> (FmaChainsFn, usize) {
     (run_portable_fma_chains, 2 * FMAS_PER_CHAIN * PORTABLE_CHAIN_COUNT)
 }
 
-/// Number of independent sequences of multiply-adds (chains) without vector instructions: enough to
-/// hide the latency of a multiply-add.
+/// Number of independent sequences of multiply-adds that are computed at a time without vector
+/// instructions, chosen to hide the latency of a multiply-add.
 const PORTABLE_CHAIN_COUNT: usize = 64;
 
 /// Computes several independent sequences of dependent multiply-adds (chains) with the target's
@@ -96,8 +97,8 @@ mod x86 {
     use super::FMAS_PER_CHAIN;
     use std::arch::x86_64::*;
 
-    /// Number of independent sequences of multiply-adds (chains) with AVX-512: enough to hide the
-    /// latency of a multiply-add, few enough for the registers.
+    /// Number of independent sequences of multiply-adds that are computed at a time in AVX-512
+    /// registers, chosen to hide the latency of a multiply-add.
     pub(super) const AVX512_CHAIN_COUNT: usize = 12;
     pub(super) const AVX2_CHAIN_COUNT: usize = 12;
 
@@ -115,13 +116,14 @@ mod x86 {
         acc.iter().map(|acc| _mm512_reduce_add_ps(*acc)).sum()
     }
 
-    /// Number of repetitions of four products of tiles in one measurement.
+    /// Number of iterations of the loop that multiplies four pairs of AMX tiles when the peak rate
+    /// is measured.
     const AMX_REPETITIONS: usize = 5_000;
-    /// Number of floating-point operations of [`run_amx_products`].
+    /// Number of floating-point operations in one call of [`run_amx_products`].
     pub(super) const AMX_FLOPS: usize = AMX_REPETITIONS * 4 * 2 * 16 * 16 * 32;
 
-    /// Multiplies tiles of zeros in four independent sequences, without loading tiles from memory.
-    /// Returns 0.
+    /// Multiplies AMX tiles of zeros in four independent sequences of instructions, to measure the
+    /// peak rate without memory accesses. Returns 0.
     ///
     /// # Safety
     ///

@@ -1,5 +1,5 @@
-//! Functions (conformance cases) that each run an op and its backward pass for one shape on the GPU
-//! and on the CPU, and compare the results. The cases of experts and fp8 have separate modules.
+//! Test functions that run an op and its backward pass on the GPU and on the CPU for one shape, and
+//! compare the results. The cases of experts and fp8 have separate modules.
 use super::comparison::{
     Backends, CaseResult, CaseRng, MaxErrors, make_buffer_of_tested_type, make_f32_buffer, make_nan_values,
 };
@@ -12,8 +12,8 @@ use crate::ops::{
 };
 use std::cell::RefCell;
 
-/// Compares the matmuls of linear and Conv1D layers on the GPU with those on the CPU (the
-/// reference), with and without bias, for `m` rows, `n` outputs and `k` inputs.
+/// Compares the GPU's matmuls of linear and Conv1D layers, with and without bias, with the CPU's,
+/// for `m` rows, `n` outputs and `k` inputs.
 pub(super) fn compare_matmuls(backends: &Backends, seed: u64, m: usize, n: usize, k: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
@@ -227,14 +227,14 @@ pub(super) fn compare_activations(backends: &Backends, seed: u64, m: usize, f: u
     Ok(errors)
 }
 
-/// Derives dropout settings (random key, first sequence) for a comparison of attention on the GPU
-/// and the CPU from the bits of the random number `first`. The probability is 0.3.
+/// Creates the settings of attention dropout for a comparison of GPU and CPU from the random number
+/// `first`. The probability is 0.3.
 pub(super) fn derive_dropout(first: u64) -> AttentionDropout {
     AttentionDropout { key: [first as u32, 5], probability: 0.3, first_sequence: first >> 22 }
 }
 
-/// Compares attention on the GPU with the CPU as the reference, for sequences of several documents
-/// of random lengths, in which each query attends only to its document.
+/// Compares the GPU's attention with the CPU's, for sequences of several documents of random
+/// lengths, where each query attends only to its document.
 pub(super) fn compare_document_attention(
     backends: &Backends,
     seed: u64,
@@ -259,8 +259,8 @@ pub(super) fn compare_windowed_attention(
     compare_attention_with_starts(backends, seed, shape, &starts)
 }
 
-/// Compares attention on the GPU with the CPU as the reference, where each query attends to a
-/// random number of positions before it.
+/// Compares the GPU's attention with the CPU's, where the first position to which each query
+/// attends is random.
 pub(super) fn compare_attention_with_random_starts(
     backends: &Backends,
     seed: u64,
@@ -400,8 +400,8 @@ pub(super) fn compare_vectors_and_optimizers(backends: &Backends, seed: u64, n: 
     Ok(errors)
 }
 
-/// Compares stochastic rounding on the GPU with the CPU as the reference bit by bit, for usual
-/// numbers, numbers of every exponent, infinities and NaN.
+/// Compares the bf16 numbers that stochastic rounding gives on the GPU and on the CPU bit by bit,
+/// for usual and extreme `f32` inputs.
 fn compare_stochastic_rounding(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseResult {
     let values: Vec<f32> = (0..n)
         .map(|i| match i % 3 {
@@ -431,8 +431,8 @@ fn compare_stochastic_rounding(backends: &Backends, rng: &mut CaseRng, n: usize)
     Ok(MaxErrors::default())
 }
 
-/// Compares copies within GPU memory, and vector ops that only the optimizer Muon or some models
-/// need, on the GPU with the CPU as the reference.
+/// Compares copies within GPU memory and rarely used vector ops (such as those of the optimizer
+/// Muon) on the GPU with the CPU.
 fn compare_copies_and_rare_vector_ops(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseResult {
     let (rows, columns) = (n.isqrt(), n / n.isqrt());
     let sums = RefCell::new(Vec::new());
@@ -477,9 +477,9 @@ fn compare_copies_and_rare_vector_ops(backends: &Backends, rng: &mut CaseRng, n:
     Ok(errors)
 }
 
-/// Compares a sum that an op on the GPU has returned to the host with the CPU's sum, and fails if
-/// the relative error is more than `tolerance`. `sums` are pairs of the CPU's sum and the GPU's
-/// sum. The error contains the name `case`.
+/// Fails if a pair of sums in `sums`, the CPU's and the GPU's result of one op, has a relative
+/// difference of more than `tolerance`. `sums` are pairs of the CPU's sum and the GPU's sum. The
+/// error contains the name `case`.
 fn compare_sums(case: String, sums: Vec<Vec<f64>>, tolerance: f64) -> Result<(), ConformanceError> {
     for pair in sums.as_chunks::<2>().0 {
         let [cpu, gpu] = pair.clone();

@@ -1,11 +1,11 @@
-//! Runs an operation on the CPU and on the GPU, and compares the contents of the buffers that the
-//! operation has read and written ([`Backends`]).
+//! [`Backends`]: runs ops with equal inputs on the CPU and on the GPU, and compares the contents of
+//! their buffers afterwards.
 use super::error::ConformanceError;
 use crate::ops::{Ops, VectorOps, WriteMode};
 use crate::{Buf, Cpu, Cuda, Dtype, View, ViewMut, storage::Storage};
 
-/// The largest errors of the results of a family of ops (such as norms) on the GPU, relative to the
-/// CPU's results, one for each element type. Errors are relative to the largest expected value of a
+/// The largest relative differences between the results of a family of ops (such as norms) on GPU
+/// and CPU, for each of `f32`, bf16 and f16. Errors are relative to the largest expected value of a
 /// buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct MaxErrors {
@@ -42,20 +42,20 @@ pub(super) fn make_buffer_of_tested_type(values: Vec<f32>) -> CaseBufferValues {
     CaseBufferValues { values, varies_type: true }
 }
 
-/// Describes a buffer that is always `f32`, whichever element type is under test, such as
-/// statistics, weight gradients or optimizer states.
+/// Describes an input or output buffer that stays `f32` when ops are compared in other element
+/// types, such as optimizer states.
 pub(super) fn make_f32_buffer(values: Vec<f32>) -> CaseBufferValues {
     CaseBufferValues { values, varies_type: false }
 }
 
-/// Returns `len` NaNs, with which an op's output is filled before the op runs, so that elements
-/// that the op fails to write are detected.
+/// Returns `len` NaNs, which fill an output buffer before an op runs, to detect elements that the
+/// op does not write.
 pub(super) fn make_nan_values(len: usize) -> Vec<f32> {
     vec![f32::NAN; len]
 }
 
-/// A buffer of an op that is compared, whose first element is `offset` elements after the start of
-/// its allocation, so that it may be unaligned.
+/// An input or output buffer of a compared op, whose elements begin `offset` elements after the
+/// start of the allocation to test unaligned addresses.
 pub(super) struct OffsetBuf {
     pub(super) buf: Buf,
     offset: usize,
@@ -75,8 +75,8 @@ impl OffsetBuf {
     }
 }
 
-/// The CPU backend and the GPU backend whose results are compared, with the settings (element type,
-/// buffer offset, tolerance) of each comparison.
+/// The CPU backend and the GPU backend under test, and the element types, buffer offsets and
+/// tolerances with which ops are compared.
 pub(super) struct Backends<'a> {
     pub(super) cpu: Cpu,
     pub(super) cuda: &'a Cuda,
@@ -86,9 +86,9 @@ pub(super) struct Backends<'a> {
 }
 
 impl Backends<'_> {
-    /// Runs operations on the CPU and on the GPU, and then compares the contents of all buffers
-    /// that the operations read or wrote. The CPU computes in `f32` on values that were rounded to
-    /// the GPU's element type. `case` names the case in errors.
+    /// Calls `run` with the CPU backend and with the GPU backend, and then compares the contents of
+    /// all buffers. The CPU computes in `f32` on values that were rounded to the GPU's element
+    /// type. `case` names the case in errors.
     pub(super) fn compare<const N: usize>(
         &self,
         case: &str,
@@ -98,8 +98,8 @@ impl Backends<'_> {
         self.compare_with_min_tolerance(0.0, case, buffers, run)
     }
 
-    /// Runs operations on the CPU and on the GPU, and compares all buffers with the tolerance of
-    /// the element type, but at least `min_tolerance`.
+    /// Calls `run` with the CPU backend and with the GPU backend, and compares all buffers with a
+    /// relative tolerance of at least `min_tolerance`.
     pub(super) fn compare_with_min_tolerance<const N: usize>(
         &self,
         min_tolerance: f64,
@@ -166,8 +166,8 @@ impl Backends<'_> {
     }
 }
 
-/// Returns the largest difference between an element of `actual` and of `expected`, relative to the
-/// largest expected value or to 1e-3 if that is larger. The result is infinite if only one of two
+/// Returns the largest difference between elements of `actual` and `expected`, divided by the
+/// largest magnitude in `expected` (at least 1e-3). The result is infinite if only one of two
 /// values is NaN or if the lengths differ.
 pub(super) fn compute_relative_error(actual: &[f32], expected: &[f32]) -> f64 {
     let magnitude = expected.iter().fold(1e-3f64, |m, w| m.max(f64::from(w.abs())));
@@ -180,8 +180,8 @@ pub(super) fn compute_relative_error(actual: &[f32], expected: &[f32]) -> f64 {
     if actual.len() == expected.len() { differences.fold(0.0, f64::max) } else { f64::INFINITY }
 }
 
-/// Deterministic random number generator (xorshift64*) for the values and shapes with which ops on
-/// the GPU are compared with the CPU.
+/// Deterministic random number generator (xorshift64*) that chooses shapes and input values for the
+/// comparison of GPU and CPU.
 pub(super) struct CaseRng(u64);
 
 impl CaseRng {
@@ -212,8 +212,8 @@ impl CaseRng {
         (0..len).map(|_| (self.draw_48_bits() % (1 << 24)) as f32 / (1 << 23) as f32 - 1.0).collect()
     }
 
-    /// Returns `len` values with which an op's output is filled before the op runs: random numbers
-    /// if the op adds to its output, NaN if the op overwrites it.
+    /// Returns `len` initial values for an op's output: NaN if the op overwrites the output, and
+    /// random numbers if it adds to the output.
     pub(super) fn draw_initial_output(&mut self, write: WriteMode, len: usize) -> Vec<f32> {
         match write {
             WriteMode::Overwrite => make_nan_values(len),
@@ -221,14 +221,15 @@ impl CaseRng {
         }
     }
 
-    /// Draws the random seed of one comparison of an op on the GPU with the CPU, and a random
-    /// dimension of at least 1 and less than `end` for each `end` in `ends`.
+    /// Draws a random seed, and for each number in `ends` a random dimension that is at least 1 and
+    /// below this number.
     pub(super) fn draw_seed_and_dims<const N: usize>(&mut self, ends: [usize; N]) -> (u64, [usize; N]) {
         (self.draw_48_bits(), ends.map(|end| self.draw_in_range(1, end)))
     }
 
-    /// Returns, for each token, the position at which the token's document starts in its sequence;
-    /// there are `b` sequences of `t` tokens, and documents have a mean length of about `mean`.
+    /// Returns the position in its sequence at which each token's document starts, for `b`
+    /// sequences of `t` tokens with documents of random length. Documents have a mean length of
+    /// about `mean`.
     pub(super) fn draw_document_starts(&mut self, b: usize, t: usize, mean: usize) -> Vec<u32> {
         let mut starts = Vec::new();
         for _ in 0..b {

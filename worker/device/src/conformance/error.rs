@@ -72,8 +72,8 @@ pub enum ConformanceError {
 }
 
 impl ConformanceError {
-    /// Converts the payload of a panic that an operation raised during its comparison with the CPU
-    /// to an error.
+    /// Converts a panic of an op during its comparison with the CPU to an error with the message of
+    /// the panic.
     pub(super) fn from_panic(panic: &(dyn Any + Send)) -> Self {
         ConformanceError::OpFailed(DeviceError(Diagnostic::error(INTERNAL, extract_panic_message(panic))))
     }

@@ -1,5 +1,5 @@
-//! Compares the router, ops on the rows of tokens, and grouped matmuls of a mixture-of-experts
-//! layer on the GPU with the CPU, on one shape.
+//! Compares the ops of mixture-of-experts layers (router, row ops, grouped matmuls) on the GPU with
+//! the CPU, for a given shape.
 use super::comparison::{
     Backends, CaseResult, CaseRng, make_buffer_of_tested_type, make_f32_buffer, make_nan_values,
 };
@@ -70,9 +70,8 @@ fn compare_router(backends: &Backends, rng: &mut CaseRng, shape: RouterShape) ->
     Ok(errors)
 }
 
-/// Compares the ops of a mixture-of-experts layer on rows of tokens (gather, combine, dot, scale)
-/// on the GPU with the CPU as the reference, for `m` tokens of `d` elements each, and `per_token`
-/// experts for each token.
+/// Compares row operations of mixture-of-experts layers (gather, combine, dot, scale) on the GPU
+/// with the CPU, for `m` tokens of `d` elements and `per_token` experts per token.
 fn compare_expert_row_ops(
     backends: &Backends,
     rng: &mut CaseRng,
@@ -105,8 +104,8 @@ fn compare_expert_row_ops(
     )
 }
 
-/// Compares grouped matmuls, in which each group of rows is multiplied by a separate matrix, on the
-/// GPU with the CPU as the reference, with one group for each number of rows in `sizes`.
+/// Compares grouped matmuls, in which each group of rows has a separate matrix, on GPU and CPU, for
+/// groups with `sizes` rows.
 pub(super) fn compare_grouped_matmul(
     backends: &Backends,
     seed: u64,

@@ -62,7 +62,8 @@ impl FixedCase {
     }
 }
 
-/// Returns an iterator that compares ops on the GPU with the CPU, one fixed shape at each step.
+/// Returns an iterator that, at each step, compares ops on the GPU with the CPU for the next of a
+/// list of fixed shapes.
 pub(super) fn compare_fixed_cases(backends: &Backends) -> impl Iterator<Item = CaseResult> {
     let cases = list_boundary_cases(backends)
         .into_iter()
@@ -71,9 +72,8 @@ pub(super) fn compare_fixed_cases(backends: &Backends) -> impl Iterator<Item = C
     cases.map(|(seed, case)| case.compare(backends, seed))
 }
 
-/// Returns conformance cases with shapes that kernels easily get wrong (a few rows more than a
-/// tile, odd lengths, empty groups, the widest heads), each with the random seed of its input
-/// values.
+/// Lists shapes that GPU kernels easily get wrong (such as odd lengths or empty groups), each with
+/// the random seed of its input values.
 fn list_boundary_cases(backends: &Backends) -> Vec<(u64, FixedCase)> {
     // The tiles of the backward kernel take 137 KiB of shared memory for heads of 256 elements.
     // Only data-centre GPUs have that much; others have 99 KiB.
@@ -104,9 +104,8 @@ fn list_boundary_cases(backends: &Backends) -> Vec<(u64, FixedCase)> {
     ]
 }
 
-/// Returns conformance cases (shapes on which the GPU is compared with the CPU) for GPU kernels
-/// that load eight elements at once, each with the random seed of its input values. The length of
-/// their rows is a multiple of eight.
+/// Lists shapes that test GPU kernels which load eight elements at once, each with the random seed
+/// of its input values. The length of their rows is a multiple of eight.
 ///
 /// The lengths cover one warp, each thread of a block, several vectors per thread, and rows that do
 /// not fit into registers. Further cases have heads of such lengths, and sums over more rows than a
@@ -130,9 +129,8 @@ fn list_vectorised_cases() -> Vec<(u64, FixedCase)> {
     ]
 }
 
-/// Returns conformance cases of attention in which a query attends to all, some or no keys of a
-/// tile (the block of keys that a kernel processes at a time). Each case has the random seed of its
-/// input values.
+/// Lists attention shapes in which a query attends to all, some or no keys of the block of keys
+/// that a kernel processes at a time. Each case has the random seed of its input values.
 ///
 /// The heads have every size for which a kernel exists and sizes between them. The cases cover
 /// groups of 1 to 8 heads, softcap and dropout. With windows of 95 and 79, the mask must hide

@@ -7,13 +7,13 @@ use crate::Buf;
 use crate::fp8::Fp8Format;
 use crate::ops::{FP8_COLUMN_MULTIPLE, Fp8Operand, Ops, WriteMode};
 
-/// The largest tolerated relative error between the results of an fp8 matmul on the GPU and those
-/// of the CPU, which sums in `f32`. Tensor cores keep fewer bits of fp8 sums than `f32` has. Wrong
-/// rounding of an operand causes larger errors.
+/// The largest tolerated relative difference between an fp8 matmul on the GPU and the `f32` sums of
+/// the CPU. Tensor cores keep fewer bits of fp8 sums than `f32` has. Wrong rounding of an operand
+/// causes larger errors.
 const SUM_TOLERANCE: f64 = 2e-3;
 
-/// The fp8 formats of the left and the right operand in three kinds of matmuls: the forward pass,
-/// most matmuls of the backward pass, and the weight gradient of a Conv1D layer.
+/// The fp8 formats of the left and the right operand of matmuls in the forward pass, in the
+/// backward pass, and for Conv1D weight gradients.
 const OPERAND_FORMATS: [[Fp8Format; 2]; 3] = [
     [Fp8Format::E4M3, Fp8Format::E4M3],
     [Fp8Format::E5M2, Fp8Format::E4M3],

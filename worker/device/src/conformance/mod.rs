@@ -32,9 +32,8 @@ pub struct OpFamilyReport {
     pub failure: Option<ConformanceError>,
 }
 
-/// The settings with which each op on the GPU is compared with the CPU, one after another: element
-/// type, offset of the buffers from the start of their allocations (in elements), and tolerated
-/// relative error.
+/// Element type, buffer offset (in elements) and relative tolerance of each of the five runs in
+/// which an op on the GPU is compared with the CPU.
 ///
 /// The errors stem from rounding: operands are rounded once before an operation, and results once
 /// after the operation. Values that the forward pass keeps for the backward pass are also rounded
@@ -47,8 +46,8 @@ const RUN_SETTINGS: [(Dtype, usize, f64); 5] = [
     (Dtype::F16, 0, 3e-3),
 ];
 
-/// Number of families of operations (such as norms) for which the GPU is compared with the CPU on
-/// random shapes, and not on fixed ones.
+/// Number of families of operations (such as norms) whose GPU results are compared with the CPU on
+/// random shapes.
 const RANDOM_ONLY_FAMILY_COUNT: usize = random_cases::RANDOM_CASE_FAMILIES.len();
 /// The names of the families of operations (such as norms) that [`compare_family_with_cpu`]
 /// compares.
@@ -63,13 +62,11 @@ pub const OP_FAMILY_NAMES: [&str; RANDOM_ONLY_FAMILY_COUNT + 2] = {
     names[RANDOM_ONLY_FAMILY_COUNT + 1] = "fp8 matmul";
     names
 };
-/// Name of the report in which [`compare_cudnn_attention_with_cpu`] returns how attention by cuDNN
-/// differs from attention on the CPU.
+/// Name of the report about attention by cuDNN that [`compare_cudnn_attention_with_cpu`] returns.
 pub const CUDNN_ATTENTION_FAMILY: &str = "attention by cuDNN";
 
-/// Compares the results of every family of operations (such as norms) on the GPU with those on the
-/// CPU, for `rounds` random shapes and for shapes that reach the special cases of kernels. `seed`
-/// determines shapes and values.
+/// Compares the GPU's results of all families of operations (such as norms) with the CPU's, for
+/// `rounds` random shapes and for special shapes. `seed` determines shapes and values.
 pub fn compare_ops_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<OpFamilyReport> {
     (0..OP_FAMILY_NAMES.len())
         .filter_map(|family| compare_family_with_cpu(cuda, family, seed, rounds))
@@ -103,10 +100,9 @@ pub fn compare_family_with_cpu(
 /// [`compare_realistic_shape_with_cpu`] compares operations on the GPU with the CPU.
 pub const REALISTIC_SHAPE_NAMES: &[&str] = &realistic_cases::REALISTIC_CASE_NAMES;
 
-/// Compares the operations on the GPU, for one shape that is as large as in real models, in bf16,
-/// with the same operations on `threads` CPU threads. `shape` is its position in
-/// [`REALISTIC_SHAPE_NAMES`]. Sizes are divided by `divisor`. Returns `None` if the GPU does not
-/// support the operations.
+/// Compares the operations on the GPU in bf16 with the CPU, which uses `threads` threads, for one
+/// shape that is as large as in real models. `shape` is its position in [`REALISTIC_SHAPE_NAMES`].
+/// Sizes are divided by `divisor`. Returns `None` if the GPU does not support the operations.
 pub fn compare_realistic_shape_with_cpu(
     cuda: &Cuda,
     shape: usize,
@@ -160,15 +156,16 @@ pub fn compare_cudnn_attention_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -
     )
 }
 
-/// Compares one family of operations on the GPU with the CPU, case by case, until one fails, and
-/// returns the report. A failure of the GPU or a panic of a case is the family's failure.
+/// Compares one family of operations (such as norms) on the GPU with the CPU, and returns a report,
+/// which ends at the first failure. A failure of the GPU or a panic of a case is the family's
+/// failure.
 fn run_family(cuda: &Cuda, family: &'static str, cases: impl Iterator<Item = CaseResult>) -> OpFamilyReport {
     let take_status = || cuda.take_failure().map_err(ConformanceError::from);
     run_cases(family, cases.map(|result| take_status().and(result)))
 }
 
-/// Evaluates `cases`, an iterator of which each step compares an operation on the GPU with the CPU
-/// for one shape, until one fails or panics, and returns the report.
+/// Takes the results of comparisons from the iterator `cases` until one is a failure or a panic,
+/// and summarizes them in a report.
 fn run_cases(family: &'static str, mut cases: impl Iterator<Item = CaseResult>) -> OpFamilyReport {
     let mut report = OpFamilyReport { family, cases: 0, max_errors: MaxErrors::default(), failure: None };
     loop {

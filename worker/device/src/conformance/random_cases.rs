@@ -3,13 +3,13 @@ use super::comparison::{Backends, CaseResult, CaseRng};
 use super::{cases, expert_cases, fp8_cases};
 use crate::ops::{AttentionShape, ClassifierShape};
 
-/// Type of the functions that compare a family of ops on the GPU with the CPU for one random shape,
-/// and return the largest errors.
+/// Function that compares a family of ops on the GPU with the CPU for one random shape, and returns
+/// the largest errors.
 type RandomCaseFn = fn(&Backends, &mut CaseRng) -> CaseResult;
 
-/// The families of ops (such as norms) that are compared on random shapes: the name of each family,
-/// and the function that compares the GPU with the CPU on one such shape. The position of a family
-/// contributes to the seed of its shapes and values.
+/// The families of ops (such as norms) that are compared on random shapes, each with its name and
+/// the function that compares GPU and CPU. The position of a family contributes to the seed of its
+/// shapes and values.
 pub(super) const RANDOM_CASE_FAMILIES: [(&str, RandomCaseFn); 9] = [
     ("matmul", compare_random_matmuls),
     ("norms, bias", compare_random_norms),
@@ -22,20 +22,21 @@ pub(super) const RANDOM_CASE_FAMILIES: [(&str, RandomCaseFn); 9] = [
     ("vectors, optimizers", compare_random_vectors_and_optimizers),
 ];
 
-/// Compares the matmuls of a random shape on the GPU with the CPU as the reference.
+/// Compares matmuls of a random shape on the GPU with the CPU as the reference.
 fn compare_random_matmuls(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let (seed, [m, n, k]) = rng.draw_seed_and_dims([40, 40, 40]);
     cases::compare_matmuls(backends, seed, m, n, k)
 }
 
-/// Compares RMSNorm, LayerNorm and bias of a random shape on the GPU with the CPU as the reference.
+/// Compares RMSNorm, LayerNorm and the addition of a bias on the GPU with the CPU, on a matrix of
+/// random size.
 fn compare_random_norms(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let (seed, [m, d]) = rng.draw_seed_and_dims([150, 90]);
     cases::compare_norms(backends, seed, m, d)
 }
 
-/// Compares RMSNorm of each attention head and rotary position embeddings of a random shape on the
-/// GPU with the CPU as the reference.
+/// Compares RMSNorm of attention heads and rotary position embedding on the GPU with the CPU as the
+/// reference, for a random shape.
 fn compare_random_head_norm_and_rope(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let (seed, [rows, heads, head_dim, b]) = rng.draw_seed_and_dims([40, 5, 40, 3]);
     cases::compare_head_norm_and_rope(backends, seed, rows, heads, head_dim, b)
@@ -72,8 +73,8 @@ fn compare_random_classifier(backends: &Backends, rng: &mut CaseRng) -> CaseResu
     cases::compare_classifier(backends, seed, ClassifierShape { m, d, v, softcap })
 }
 
-/// Compares the router, the ops on rows of tokens, and the grouped matmuls of mixture-of-experts
-/// layers, for random shapes, on the GPU with the CPU as the reference.
+/// Compares the ops of mixture-of-experts layers (router, row ops, grouped matmuls) on the GPU with
+/// the CPU, for random shapes.
 fn compare_random_expert_ops(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let count = rng.draw_in_range(1, 70);
     let (seed, [m, per_token, d]) = rng.draw_seed_and_dims([30, 5, 50]);

@@ -28,8 +28,8 @@ pub(super) const REALISTIC_CASE_NAMES: [&str; 13] = [
     "tensors over 2³¹ bytes",
 ];
 
-/// Compares operations on the GPU with the CPU for the shape of a real model that `number` selects,
-/// an index in [`REALISTIC_CASE_NAMES`]. Sizes are divided by `divisor`, which is above 1 for slow
+/// Compares operations on the GPU with the CPU for the shape of a real model with the index
+/// `number` in [`REALISTIC_CASE_NAMES`]. Sizes are divided by `divisor`, which is above 1 for slow
 /// GPUs. Returns `None` if the GPU does not support the operations.
 pub(super) fn compare_realistic_case(
     backends: &Backends,
@@ -67,12 +67,12 @@ pub(super) fn compare_realistic_case(
     Some(case.compare(backends, number as u64))
 }
 
-/// The number of rows at the end of a tensor of more than 2³¹ bytes that are compared with the CPU;
-/// the other rows are not.
+/// Number of last rows of a tensor of more than 2³¹ bytes in which the results of GPU and CPU are
+/// compared.
 const TAIL_ROWS: usize = 8;
 
-/// Description of a tensor in a comparison of ops on more than 2³¹ bytes: element type, row length,
-/// whether it has a single row, and whether the op overwrites it.
+/// Describes one tensor in a comparison of ops on more than 2³¹ bytes: its element type, row
+/// length, number of rows and use.
 struct LargeTensor {
     dtype: Dtype,
     /// The number of elements of a row.
@@ -83,9 +83,8 @@ struct LargeTensor {
     is_output: bool,
 }
 
-/// Compares operations on tensors of more than 2³¹ bytes, in which only the last rows are not zero,
-/// to find kernels whose 32-bit offsets overflow. Kernels that compute with 32-bit offsets read or
-/// write other rows.
+/// Compares operations on tensors of more than 2³¹ bytes on GPU and CPU, to find kernels whose
+/// 32-bit offsets overflow. Kernels that compute with 32-bit offsets read or write other rows.
 fn compare_large_tensors(backends: &Backends, divisor: usize) -> CaseResult {
     let rows = |n: usize| (n / divisor).max(TAIL_ROWS);
     let tensor = |dtype, row| LargeTensor { dtype, row, is_small: false, is_output: false };
@@ -140,8 +139,9 @@ fn compare_large_tensors(backends: &Backends, divisor: usize) -> CaseResult {
     Ok(errors)
 }
 
-/// Runs an operation on tensors of `rows` rows on the GPU, and on only their last rows on the CPU,
-/// and compares the last rows. All other rows of inputs are zero. `run` gets the number of rows.
+/// Compares the last rows of an operation's results on the GPU, for tensors of `rows` rows, with
+/// the CPU's results for only these last rows. All other rows of inputs are zero. `run` gets the
+/// number of rows.
 fn compare_last_rows<const N: usize>(
     backends: &Backends,
     case: &str,
@@ -191,8 +191,8 @@ fn compare_last_rows<const N: usize>(
     Ok(errors)
 }
 
-/// Allocates a tensor of `rows` rows in GPU memory, filled with zeros except for the values `tail`
-/// at its end.
+/// Allocates a tensor of `rows` rows in GPU memory that contains zeros, and the values `tail` as
+/// its last elements.
 fn alloc_tensor_with_tail(
     cuda: &Cuda,
     tensor: &LargeTensor,

@@ -20,8 +20,8 @@ enum Activation {
 }
 
 impl Activation {
-    /// Returns the cost of computing this function for one element, as a multiple of the cost of
-    /// copying an element, by which work is divided into parallel tasks.
+    /// Returns the approximate cost of this function for one element, relative to copying an
+    /// element, which determines how work is divided into tasks.
     fn relative_cost(self) -> usize {
         match self {
             Activation::Silu => 4,
@@ -120,8 +120,8 @@ multiversion! {
     fn gelu = compute_gelu(y: &mut [f32], x: &[f32])
 }
 multiversion! {
-    /// Computes GELU's input gradient `dx` with the given instruction set, and overwrites the
-    /// output gradient `dy` with the recomputed output gelu(x).
+    /// Computes GELU's input gradient `dx`, and replaces the output gradient in `dy` by GELU's
+    /// output, with the given instruction set.
     fn gelu_gradient = compute_gelu_gradient(dx: &mut [f32], dy: &mut [f32], x: &[f32])
 }
 multiversion! {
@@ -129,14 +129,14 @@ multiversion! {
     fn activate_gates = activate_gate_rows(activation: Activation, y: &mut [f32], gate_up: &[f32], f: usize)
 }
 multiversion! {
-    /// Computes the gradients of a gated linear unit with respect to gate and up, with the given
-    /// instruction set, and overwrites the output gradient `dy` with the recomputed output.
+    /// Computes the gradients of a gated linear unit's inputs gate and up with the given
+    /// instruction set, and replaces the output gradient in `dy` by the unit's output.
     fn differentiate_gates = differentiate_gate_rows(
         activation: Activation, dgate_up: &mut [f32], dy: &mut [f32], gate_up: &[f32], f: usize
     )
 }
 
-/// Computes the logistic function σ(x) = 1 / (1 + e⁻ˣ) in each lane.
+/// Computes the logistic function σ(x) = 1 / (1 + e⁻ˣ) of each element of a SIMD vector.
 #[inline(always)]
 fn sigmoid<S: Simd>(s: S, x: S::V) -> S::V {
     let one = s.splat(1.0);
@@ -187,8 +187,8 @@ fn compute_gelu<S: Simd>(s: S, y: &mut [f32], x: &[f32]) {
     }
 }
 
-/// Computes GELU's input gradient `dx = dy·gelu'(x)`, and overwrites the output gradient `dy` with
-/// the recomputed output gelu(x).
+/// Computes GELU's input gradient `dx = dy·gelu'(x)`, and replaces the output gradient in `dy` by
+/// GELU's output gelu(x).
 #[inline(always)]
 fn compute_gelu_gradient<S: Simd>(s: S, dx: &mut [f32], dy: &mut [f32], x: &[f32]) {
     for i in (0..dx.len()).step_by(LANES) {
@@ -208,8 +208,8 @@ fn activate_gate_rows<S: Simd>(s: S, activation: Activation, y: &mut [f32], gate
     }
 }
 
-/// Computes the gradients of a gated linear unit with respect to gate and up, and overwrites the
-/// output gradient `dy` with the recomputed output.
+/// Computes the gradients of a gated linear unit's inputs gate and up, and replaces the output
+/// gradient in `dy` by the unit's output.
 #[inline(always)]
 fn differentiate_gate_rows<S: Simd>(
     s: S,
@@ -238,8 +238,8 @@ fn activate_rows<S: Simd, A: ActivationFunction>(s: S, y: &mut [f32], gate_up: &
     }
 }
 
-/// Computes the gradients of a gated linear unit with the activation function `A`, and overwrites
-/// the output gradient `dy` with the recomputed output.
+/// Computes the gradients of a gated linear unit with the activation function `A`, and replaces the
+/// output gradient in `dy` by the unit's output.
 #[inline(always)]
 fn differentiate_rows<S: Simd, A: ActivationFunction>(
     s: S,

@@ -1,5 +1,5 @@
-//! The forward pass of causal grouped-query attention on the CPU, which processes a tile of queries
-//! with one tile of keys after another (Dao et al., "FlashAttention", 2022).
+//! Forward pass of causal grouped-query attention on the CPU, which multiplies each block of
+//! queries by one block of keys after another (Dao et al., "FlashAttention", 2022).
 //!
 //! Keys and values of a sequence are packed once, tile by tile, for all query heads. Scores exist
 //! only for a strip of a few queries and one tile of keys. The result of a query depends on the
@@ -72,7 +72,8 @@ impl AttentionOps for Cpu {
     }
 }
 
-/// A block of queries of one head, whose attention one parallel task of the forward pass computes.
+/// A block of queries of one head in one sequence, whose attention one parallel task computes in
+/// the forward pass.
 struct QueryTile {
     g: AttentionLayout,
     /// Index of the sequence in the batch.
@@ -102,9 +103,9 @@ multiversion! {
     )
 }
 
-/// Copies the keys and the values of one key head of one sequence, tile after tile, into the order
-/// in which the matmuls of attention read them. The keys are transposed. `task` is the index of the
-/// sequence and head.
+/// Copies the keys and values of one key head in one sequence, one block of keys after another,
+/// into the order in which attention's matmuls read them. The keys are transposed. `task` is the
+/// index of the sequence and head.
 #[inline(always)]
 fn pack_key_head<S: Simd>(s: S, dst: &mut [f32], qkv: InputElements, g: AttentionLayout, task: usize) {
     let AttentionShape { t, kv_heads, head_dim, .. } = g.shape;
@@ -214,8 +215,8 @@ fn divide_by_sum<S: Simd>(s: S, o: &mut [f32], out: &[f32], total: f32) {
     }
 }
 
-/// The positions of the queries and keys of one block of attention scores, from which follow the
-/// scores that are masked and the random numbers of dropout.
+/// Positions of the queries and keys in one block of attention scores, which determine the masked
+/// scores and the random numbers of dropout.
 #[derive(Clone, Copy)]
 struct TileMask<'a> {
     /// Position of the first query.
@@ -229,12 +230,12 @@ struct TileMask<'a> {
 }
 
 impl TileMask<'_> {
-    /// Returns the mask of the queries with the indices `rows` of this block.
+    /// Returns the part of this mask for the queries with the indices `rows`.
     fn select_rows(&self, rows: Range<usize>) -> Self {
         TileMask { q0: self.q0 + rows.start, starts: &self.starts[rows], ..*self }
     }
 
-    /// Returns how many keys of the block are not after the last query.
+    /// Returns how many keys of the block have positions up to that of the last query.
     fn count_columns(&self) -> usize {
         (self.q0 + self.starts.len()).clamp(self.k0, self.k0 + KEY_TILE) - self.k0
     }
@@ -281,9 +282,9 @@ impl OnlineSoftmaxState<'_> {
         });
     }
 
-    /// Replaces the scores of a few queries by the probabilities with which the values of the block
-    /// are multiplied, before the division by the sum of all, and updates the queries' running
-    /// softmax results. `mask` is the mask of these queries.
+    /// Converts the attention scores of a few queries to unnormalized softmax probabilities, and
+    /// updates the running maxima, sums and outputs of these queries. `mask` is the mask of these
+    /// queries.
     #[inline(always)]
     fn replace_scores_by_probabilities<S: Simd>(
         &mut self,
@@ -318,9 +319,9 @@ impl OnlineSoftmaxState<'_> {
     }
 }
 
-/// Adds a block of attention scores to the running softmax results of a few queries: masks the
-/// scores, replaces each by e^(score − max), and adds these to the queries' sums. If the maximum of
-/// a query rises, its sum and output are rescaled.
+/// Masks a block of attention scores, replaces each score s by e^(s − max), and adds these values
+/// to the running sums of the queries. If the maximum of a query rises, its sum and output are
+/// rescaled.
 #[inline(always)]
 fn update_online_softmax<S: Simd>(
     s: S,

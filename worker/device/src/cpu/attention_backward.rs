@@ -55,9 +55,9 @@ pub(crate) fn differentiate_attention(
     unsafe { dqkv.update_as_f32(0..dqkv.len(), PriorContents::Ignored, work) };
 }
 
-/// The scratch matrices of one task of attention's backward pass, which computes the gradients of
-/// one key head in one sequence. Matrices of queries are `[QUERY_TILE, padded]`, and matrices of
-/// keys `[KEY_TILE, padded]`.
+/// Temporary matrices of one task of attention's backward pass, which computes the gradients of one
+/// key head in one sequence. Matrices of queries are `[QUERY_TILE, padded]`, and matrices of keys
+/// `[KEY_TILE, padded]`.
 struct KeyHeadScratch<'a> {
     /// Σ_j dO·O for each query of the group's heads.
     delta: &'a mut [f32],
@@ -84,8 +84,8 @@ struct KeyHeadScratch<'a> {
 }
 
 impl<'a> KeyHeadScratch<'a> {
-    /// Returns the number of elements of each scratch matrix of a task of attention's backward
-    /// pass, in the order of the fields.
+    /// Returns the number of elements of each temporary matrix that a task of attention's backward
+    /// pass needs, in the order of this struct's fields.
     fn matrix_lens(g: AttentionLayout) -> [usize; 11] {
         let transposed = g.shape.head_dim * KEY_TILE;
         let of_queries = (QUERY_TILE + MAX_TILE_ROWS) * g.padded;
@@ -181,9 +181,8 @@ fn differentiate_key_head_simd<S: Simd>(
     }
 }
 
-/// Adds each row of `x`, gradients of queries of one attention head without the scale of the
-/// scores, to a row of the gradient matrix `dst`; the first of these rows begins at element
-/// `first`.
+/// Adds the query gradients `x` of one attention head, multiplied by the factor of the attention
+/// scores, to the matrix `dst` from element `first` on.
 ///
 /// # Safety
 ///
@@ -226,8 +225,8 @@ fn dot<S: Simd, A: Element, B: Element>(s: S, a: &[A], b: &[B]) -> f32 {
     s.sum(sum)
 }
 
-/// One task of attention's backward pass, which computes the gradients of one key head in one
-/// sequence.
+/// One task of attention's backward pass: the gradients of one key head, its value head and the
+/// query heads that use them, in one sequence.
 #[derive(Clone, Copy)]
 struct KeyHeadTask<'a> {
     inputs: AttentionBackwardInputs<'a>,
@@ -247,8 +246,8 @@ struct TilePair<'a> {
 }
 
 impl TilePair<'_> {
-    /// Returns how many keys of this pair's block of keys are at or before the position of query
-    /// `last`, an index in the pair's block of queries.
+    /// Returns how many keys of the block have positions up to that of query `last`, an index in
+    /// the block of queries.
     fn count_keys_up_to(&self, last: usize) -> usize {
         (self.q0 + last + 1).clamp(self.k0, self.k0 + KEY_TILE) - self.k0
     }
@@ -272,7 +271,7 @@ impl KeyHeadTask<'_> {
         }
     }
 
-    /// Copies the block of keys and values whose first key has the position `k0` to the scratch
+    /// Copies the block of keys and values that begins at position `k0` to the task's temporary
     /// matrices.
     #[inline(always)]
     fn load_keys_and_values<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, k0: usize) {
@@ -290,7 +289,8 @@ impl KeyHeadTask<'_> {
         copy_scaled_rows(s, tiles.keys, keys, g.padded, KEY_TILE, g.split_scale().0);
     }
 
-    /// Copies a block of queries, and the gradients of their outputs, to the scratch matrices.
+    /// Copies a block of queries, and the output gradients of these queries, to the task's
+    /// temporary matrices in `tiles`.
     #[inline(always)]
     fn load_queries_and_output_gradients<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, pair: &TilePair) {
         let g = self.g;
@@ -310,7 +310,7 @@ impl KeyHeadTask<'_> {
     }
 
     /// Computes the attention probabilities `p = e^(q·k − lse)` of a block of queries and keys, and
-    /// the gradients of the scores `ds = p·(dO·v − delta)`; both are 0 where a query does not
+    /// the gradients of the scores `ds = p·(dO·v − delta)`. Both are 0 where a query does not
     /// attend to a key. With dropout factors `f`, computes `ds = p·(f·dO·v − delta)` and replaces
     /// `p` by `f·p`. If products are summed as products of bf16 numbers, both are rounded to bf16.
     #[inline(always)]

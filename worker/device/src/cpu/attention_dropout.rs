@@ -1,4 +1,5 @@
-//! Dropout of the attention probabilities of one head on the CPU ([`HeadDropout`]).
+//! [`HeadDropout`]: decides by random numbers which attention probabilities of one query head
+//! dropout sets to 0 on the CPU.
 //!
 //! The factors of one query and one tile of keys are not stored. The forward and the backward pass
 //! recompute them.
@@ -8,7 +9,8 @@ use crate::{ops::AttentionDropout, philox::compute_random_words_of_16_blocks};
 /// Number of keys in a tile, the block of keys that attention on the CPU processes at a time.
 pub(crate) const KEY_TILE: usize = 64;
 
-/// Dropout of the attention probabilities of one query head in one sequence.
+/// Random generator of the dropout factors for the attention probabilities of one query head in one
+/// sequence.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadDropout {
     /// Key of the Philox generator.
@@ -25,7 +27,7 @@ pub(crate) struct HeadDropout {
 }
 
 impl HeadDropout {
-    /// Creates the dropout of attention probabilities for query head `h` in sequence `seq` of the
+    /// Creates the random generator of dropout factors for query head `h` in sequence `seq` of the
     /// batch.
     pub(crate) fn new(d: &AttentionDropout, seq: usize, h: usize) -> Self {
         let (threshold, keep_scale) = (d.drop_threshold(), d.keep_scale());

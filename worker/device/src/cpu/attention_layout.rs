@@ -1,5 +1,5 @@
-//! The sizes of an attention op ([`AttentionLayout`]), and functions that copy heads and mask
-//! scores, for the forward and the backward pass.
+//! [`AttentionLayout`]: sizes and strides of the matrices of attention on the CPU, and functions
+//! that copy heads, scale scores and find visible keys.
 use super::attention_dropout::KEY_TILE;
 use super::backend::Cpu;
 use super::elements::{Element, InputElements, bf16_to_f32, f32_to_bf16, with_elements};
@@ -11,11 +11,11 @@ use std::ops::Range;
 
 /// Number of queries in a tile, the block of queries that attention on the CPU processes at a time.
 pub(crate) const QUERY_TILE: usize = 64;
-/// Number of elements past the end of a scratch matrix that the innermost function of matmuls (the
-/// micro-kernel) may read, because it always computes a fixed number of rows.
+/// Number of elements that scratch matrices need after their last row, because a matmul always
+/// reads a fixed number of rows.
 pub(crate) const READ_SLACK: usize = 16;
-/// Maximum number of rows, on any instruction set, of the block of a matmul's result that is
-/// computed in registers (a tile).
+/// Maximum number of rows of a matmul's result that are computed in registers at a time, over all
+/// instruction sets.
 pub(crate) const MAX_TILE_ROWS: usize = 8;
 
 /// The shape of an attention op, and sizes that follow from it, such as the padded head dimension.
@@ -34,10 +34,10 @@ pub(crate) struct AttentionLayout {
 }
 
 impl AttentionLayout {
-    /// Checks the lengths of an attention op's arguments, and computes the sizes that follow from
-    /// its shape. Panics if the shape or an argument is invalid. `lens` are the lengths of the
-    /// output, of the log-sum-exps and of qkv, `rule` is the rule of the products, and `op` is the
-    /// op's name in panics.
+    /// Checks the lengths of an attention op's arguments, and computes sizes such as row strides
+    /// and the padded head dimension. Panics if the shape or an argument is invalid. `lens` are the
+    /// lengths of the output, of the log-sum-exps and of qkv, `rule` is the rule of the products,
+    /// and `op` is the op's name in panics.
     pub(crate) fn new(
         cpu: &Cpu,
         op: &str,
@@ -60,9 +60,9 @@ impl AttentionLayout {
         }
     }
 
-    /// Returns the factors by which a copied operand of the scores and the scores themselves are
-    /// multiplied; their product is the scale of the scores. The operands of products that are
-    /// summed as products of bf16 numbers are bf16 numbers, so the scores are multiplied.
+    /// Splits the scale of the attention scores into two factors, one for an operand (such as the
+    /// queries) and one for the computed scores. The operands of products that are summed as
+    /// products of bf16 numbers are bf16 numbers, so the scores are multiplied.
     pub(crate) fn split_scale(&self) -> (f32, f32) {
         match self.products.rule {
             SumRule::OneChain => (self.shape.scale, 1.0),
@@ -175,9 +175,8 @@ fn transpose_strip<S: Simd, E: Element>(s: S, dst: &mut [f32], from: &[E], strid
     }
 }
 
-/// Returns the range of keys to which query `q` attends in a block of keys, as column numbers in
-/// the block, whose first key has the position `k0`. `start` is the first position to which the
-/// query attends.
+/// Returns the range of keys in a block, as indices from the key at position `k0` on, to which the
+/// query at position `q` attends. `start` is the first position to which the query attends.
 #[inline(always)]
 pub(crate) fn find_visible_keys(q: usize, start: u32, k0: usize) -> Range<usize> {
     let end = (q + 1).clamp(k0, k0 + KEY_TILE) - k0;

@@ -29,8 +29,9 @@ impl Cpu {
         }
     }
 
-    /// Creates a backend with `threads` threads that uses no better instruction set than the one
-    /// named `max_instruction_set`, such as `avx2`. This does not change the bits of any result.
+    /// Creates a backend with `threads` threads that uses the instruction set named
+    /// `max_instruction_set`, such as `avx2`, even if the machine supports a better one. This does
+    /// not change the bits of any result.
     ///
     /// # Errors
     ///
@@ -58,8 +59,8 @@ impl Cpu {
         format!("{}, {threads} thread{plural}", self.instruction_set.name())
     }
 
-    /// Returns why instructions of this machine are not used, as a sentence for the log. Returns
-    /// `None` if all instructions are used that this backend knows.
+    /// Explains, as a sentence for the log, why the backend does not use some vector instructions
+    /// that this machine has. Returns `None` if all instructions are used that this backend knows.
     pub fn describe_rejected_instructions(&self) -> Option<&'static str> {
         InstructionSet::describe_rejected()
     }

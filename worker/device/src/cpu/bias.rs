@@ -37,7 +37,7 @@ multiversion! {
     fn add_bias = add_bias_simd(y: &mut [f32], bias: &[f32])
 }
 multiversion! {
-    /// Adds all rows of `dy` to the row `sum` with the given instruction set.
+    /// Adds every row of the matrix `dy` to the vector `sum`, with the given instruction set.
     fn accumulate_rows = sum_rows_simd(sum: &mut [f32], dy: &[f32])
 }
 
@@ -51,7 +51,7 @@ fn add_bias_simd<S: Simd>(s: S, y: &mut [f32], bias: &[f32]) {
     }
 }
 
-/// Adds all rows of `dy` to the row `sum`, in order and elementwise.
+/// Adds every row of the matrix `dy` elementwise to the vector `sum`, in the order of the rows.
 #[inline(always)]
 fn sum_rows_simd<S: Simd>(s: S, sum: &mut [f32], dy: &[f32]) {
     for row in dy.chunks_exact(sum.len().max(1)) {

@@ -18,15 +18,16 @@ use crate::buffer::{View, ViewMut};
 use crate::ops::{ClassifierGrads, ClassifierOps, ClassifierShape, IGNORE_LABEL, WriteMode};
 use std::ops::Range;
 
-/// Maximum number of logits that are in memory at a time, except that at least [`MIN_CHUNK_ROWS`]
-/// rows of logits always are. The number of rows of a chunk depends on the vocabulary alone.
+/// Maximum number of logits that are in memory at a time, unless [`MIN_CHUNK_ROWS`] rows have more
+/// logits. The number of rows of a chunk depends on the vocabulary alone.
 const MAX_CHUNK_LOGITS: usize = 4 << 20;
 /// Maximum number of rows whose logits are in memory at a time (a chunk of rows).
 const MAX_CHUNK_ROWS: usize = 512;
 /// Minimum number of rows whose logits are in memory at a time (a chunk of rows). Fewer rows would
 /// be too slow, because each chunk packs `w` twice, and reads and writes the whole gradient of `w`.
 const MIN_CHUNK_ROWS: usize = 256;
-/// Number of columns of the logits that are processed at a time, so that they stay in the cache.
+/// Number of vocabulary entries (columns of the logits) whose logits are processed at a time, so
+/// that the data stays in the cache.
 const VOCAB_BLOCK: usize = 512;
 
 /// Returns the number of rows whose logits are in memory at a time, for `m` rows in total and a
@@ -81,8 +82,8 @@ impl ClassifierOps for Cpu {
     }
 }
 
-/// The gradients that the classifier's backward pass writes: those of its inputs, and that of the
-/// output layer's weight.
+/// Destinations of the gradients that the classifier's backward pass computes: the gradients of its
+/// input rows and of the output layer's weight.
 struct ClassifierBackwardOutputs<'a> {
     dx: OutputElements<'a>,
     dw: &'a mut [f32],
@@ -106,7 +107,7 @@ struct LogitStatistics {
 impl LogitStatistics {
     /// Number of `f32` elements in which the statistics of one row of logits are stored.
     const FLOAT_COUNT: usize = size_of::<Self>() / size_of::<f32>();
-    /// The statistics of a row of logits of which no logit was added yet.
+    /// Initial statistics of a row of logits, before any logit was added.
     const EMPTY: Self = LogitStatistics { max: f64::NEG_INFINITY, total: 0.0, label_logit: 0.0 };
 
     /// Returns the cross-entropy loss of the row of logits: `log Σ e^logit − logit of the label`.
@@ -132,8 +133,8 @@ impl ClassifierChunk<'_> {
         (0..v).step_by(VOCAB_BLOCK).map(move |start| start..(start + VOCAB_BLOCK).min(v))
     }
 
-    /// Returns the range of elements of the output layer's weight `w` (and of its gradient `dw`)
-    /// that belong to `block`, a range of the vocabulary.
+    /// Returns the range of elements, in the output layer's weight and its gradient, of the
+    /// vocabulary entries `block`.
     fn weight_range(&self, block: &Range<usize>) -> Range<usize> {
         block.start * self.shape.d..block.end * self.shape.d
     }
@@ -213,8 +214,8 @@ impl ClassifierChunk<'_> {
         }
     }
 
-    /// Returns true if the gradients of the logits are rounded to bf16, because weight and input
-    /// are bf16.
+    /// Returns true if the gradients of the logits are rounded to bf16, as required when the
+    /// classifier's input and weight are both bf16.
     fn rounds_gradients_to_bf16(&self) -> bool {
         self.x.choose_sum_rule(&self.w) == SumRule::Bf16Blocks
     }
@@ -255,8 +256,8 @@ impl ClassifierChunk<'_> {
     }
 }
 
-/// Rounds at most [`VOCAB_BLOCK`] numbers to bf16, and stores the results in the first half of
-/// their memory.
+/// Rounds up to [`VOCAB_BLOCK`] `f32` numbers in `x` to bf16, and stores the results in the first
+/// half of `x`.
 fn round_to_bf16_in_first_half(instruction_set: InstructionSet, x: &mut [f32]) {
     let mut bits = [0u16; VOCAB_BLOCK];
     let bits = &mut bits[..x.len()];
@@ -265,8 +266,8 @@ fn round_to_bf16_in_first_half(instruction_set: InstructionSet, x: &mut [f32]) {
 }
 
 multiversion! {
-    /// Updates the statistics of a row of logits with further logits of the row, with the given
-    /// instruction set.
+    /// Updates the statistics of a row of logits (maximum, sum of exponentials) with the row's next
+    /// logits, with the given instruction set.
     fn update_row_statistics = update_row_statistics_simd(statistics: &mut LogitStatistics, logits: &[f32])
 }
 multiversion! {
@@ -279,8 +280,8 @@ multiversion! {
     fn cap_logits = softcap_each_logit(x: &mut [f32], cap: f32)
 }
 multiversion! {
-    /// Replaces each softcapped logit `x` by `e^(x − shift)·factor` times the derivative of the
-    /// softcap, with the given instruction set.
+    /// Replaces each logit `x` by `e^(x − shift)·factor`, multiplied by the derivative of the
+    /// softcap that was applied to the logit, with the given instruction set.
     fn exponentiate_capped = exponentiate_capped_logits(x: &mut [f32], shift: f32, factor: f32, cap: f32)
 }
 
@@ -292,8 +293,8 @@ fn softcap_each_logit<S: Simd>(s: S, x: &mut [f32], cap: f32) {
     }
 }
 
-/// Updates the maximum and the sum of exponentials in the statistics of a row with further logits
-/// of the row. A NaN makes the sum NaN.
+/// Updates the maximum and the sum of exponentials of a row of logits with the row's next logits. A
+/// NaN makes the sum NaN.
 ///
 /// The exponentials of these logits are summed in 16 lanes of `f32`. Their sum is added to the
 /// row's total in `f64`.
@@ -332,8 +333,9 @@ fn exponentiate_logits<S: Simd>(s: S, x: &mut [f32], shift: f32, factor: f32) {
     }
 }
 
-/// Replaces each softcapped logit `x` by `e^(x − shift)·factor` times the derivative of the
-/// softcap, which is the softmax part of the gradient of the logit before the softcap.
+/// Replaces each logit `x` by `e^(x − shift)·factor`, multiplied by the derivative of the softcap
+/// that was applied to the logit. This is the softmax part of the gradient of the logit before the
+/// softcap.
 #[inline(always)]
 fn exponentiate_capped_logits<S: Simd>(s: S, x: &mut [f32], shift: f32, factor: f32, cap: f32) {
     let (shift, factor) = (s.splat(shift), s.splat(factor));

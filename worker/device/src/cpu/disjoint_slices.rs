@@ -1,7 +1,7 @@
-//! A slice of which several tasks write disjoint ranges at the same time ([`DisjointSlices`]).
+//! [`DisjointSlices`]: a slice of which parallel tasks write disjoint ranges at the same time.
 use std::{marker::PhantomData, ops::Range};
 
-/// A slice whose disjoint ranges are written by different tasks at the same time.
+/// A slice of which parallel tasks write disjoint ranges at the same time.
 pub(crate) struct DisjointSlices<'a, T> {
     ptr: *mut T,
     len: usize,
@@ -14,7 +14,7 @@ unsafe impl<T: Send> Sync for DisjointSlices<'_, T> {}
 unsafe impl<T: Send> Send for DisjointSlices<'_, T> {}
 
 impl<'a, T> DisjointSlices<'a, T> {
-    /// Borrows the whole slice, so that tasks can write disjoint ranges of it.
+    /// Borrows the slice `x`, of which parallel tasks can then write disjoint ranges.
     pub(crate) fn new(x: &'a mut [T]) -> Self {
         DisjointSlices { ptr: x.as_mut_ptr(), len: x.len(), life: PhantomData }
     }

@@ -76,8 +76,8 @@ pub(crate) trait Element: Copy {
     /// Converts the element to `f32`. The conversion is exact.
     fn to_f32(self) -> f32;
 
-    /// Loads 16 elements, starting at index `i`, and converts them to `f32`. Lanes past the end of
-    /// `x` are 0.
+    /// Loads 16 elements of `x`, starting at index `i`, and converts them to a vector of `f32`
+    /// lanes. Lanes past the end of `x` are 0.
     #[inline(always)]
     fn load_lanes<S: Simd>(s: S, x: &[Self], i: usize) -> S::V {
         let rest = &x[i..];
@@ -146,8 +146,8 @@ impl Element for F16 {
     }
 }
 
-/// Evaluates the expression `body` with `x` bound to the slice of `f32`, bf16 or f16 numbers that
-/// an [`InputElements`] contains: `with_elements!(input, x => body)`.
+/// Evaluates an expression for the slice of `f32`, bf16 or f16 numbers in an [`InputElements`],
+/// with a variable for the slice: `with_elements!(input, x => body)`.
 macro_rules! with_elements {
     ($in:expr, $x:ident => $body:expr) => {
         match $in {
@@ -232,8 +232,8 @@ impl<'a> InputElements<'a> {
         }
     }
 
-    /// Returns the elements with indices in `r` as `f32`: the slice itself, or a converted copy in
-    /// scratch memory.
+    /// Returns the input elements with the indices `r` as `f32`, without a copy if the input is
+    /// `f32`, and otherwise as a converted copy in scratch memory.
     pub(crate) fn to_f32(self, cpu: &'a Cpu, r: Range<usize>) -> F32Input<'a> {
         match self.slice(r) {
             InputElements::F32(x) => F32Input::Borrowed(x),
@@ -245,13 +245,14 @@ impl<'a> InputElements<'a> {
         }
     }
 
-    /// Returns whole rows of `width` elements as `f32`: the slice itself, or a converted copy in
-    /// scratch memory.
+    /// Returns the rows `rows` of `width` elements each as `f32`, without a copy if the input is
+    /// `f32`, and otherwise as a converted copy in scratch memory.
     pub(crate) fn rows_to_f32(self, cpu: &'a Cpu, rows: &Range<usize>, width: usize) -> F32Input<'a> {
         self.to_f32(cpu, rows.start * width..rows.end * width)
     }
 
-    /// Returns all elements as `f32`: the slice itself, or a converted copy in scratch memory.
+    /// Returns all elements of the input as `f32`, without a copy if the input is `f32`, and
+    /// otherwise as a converted copy in scratch memory.
     pub(crate) fn all_to_f32(self, cpu: &'a Cpu) -> F32Input<'a> {
         self.to_f32(cpu, 0..self.len())
     }
@@ -276,8 +277,7 @@ impl<'a> InputElements<'a> {
     }
 }
 
-/// Input elements as `f32`: the original slice, or a converted copy in scratch memory with its
-/// number of elements.
+/// Elements of an op's input as `f32`: a borrowed slice, or a converted copy in scratch memory.
 pub(crate) enum F32Input<'a> {
     Borrowed(&'a [f32]),
     Converted(ScratchBuf<'a>, usize),
@@ -294,7 +294,7 @@ impl Deref for F32Input<'_> {
     }
 }
 
-/// Whether a task reads the previous contents of the output elements that it writes, or only
+/// Whether a task uses the existing contents of an op's output, such as to add to them, or only
 /// overwrites them.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PriorContents {
@@ -320,7 +320,8 @@ pub(crate) struct OutputElements<'a> {
     pub(super) elements: OutputSlices<'a>,
 }
 
-/// The memory of an op's output: `f32` elements, or the bits of 16-bit elements, and their number.
+/// The memory of an op's output, as `f32` or 16-bit elements, of which parallel tasks write
+/// disjoint ranges.
 pub(crate) enum OutputSlices<'a> {
     F32(DisjointSlices<'a, f32>, usize),
     Half(HalfFormat, DisjointSlices<'a, u16>, usize),
@@ -412,8 +413,9 @@ impl<'a> OutputElements<'a> {
     }
 }
 
-/// Elements that a task writes as `f32`: the output itself, or an `f32` copy of the output in
-/// scratch memory. Dropping a copy rounds its elements to 16 bits and writes them to the output.
+/// Elements of an op's output that a task writes as `f32`: the `f32` output itself, or a temporary
+/// `f32` copy of a 16-bit output. Dropping a copy rounds its elements to 16 bits and writes them to
+/// the output.
 pub(crate) enum F32Output<'a> {
     Borrowed(&'a mut [f32]),
     Converted { instruction_set: InstructionSet, format: HalfFormat, wide: ScratchBuf<'a>, to: &'a mut [u16] },
@@ -441,8 +443,8 @@ impl DerefMut for F32Output<'_> {
 }
 
 impl F32Output<'_> {
-    /// Rounds the values to the 16-bit type of the output immediately, instead of when this value
-    /// is dropped. The task then continues with the rounded values.
+    /// Rounds the `f32` values that a task has written to a 16-bit output immediately, instead of
+    /// when this object is dropped. The task then continues with the rounded values.
     pub(crate) fn round_now(&mut self) {
         if let F32Output::Converted { instruction_set, format, wide, to } = self {
             round_to_half(*instruction_set, *format, to, &wide[..to.len()]);
@@ -469,14 +471,14 @@ fn widen_in_parallel(cpu: &Cpu, to: &mut [f32], from: InputElements) {
 }
 
 impl Cpu {
-    /// Wraps `v`, with elements of any type, as the output of an op whose parallel tasks run on
-    /// this CPU backend.
+    /// Makes the buffer `v`, with elements of any type, usable as the output of an op whose
+    /// parallel tasks run on this CPU backend.
     pub(super) fn as_output<'a>(&'a self, v: ViewMut<'a>) -> OutputElements<'a> {
         OutputElements::new(self, v)
     }
 
-    /// Returns the elements of `x` as `f32`: the slice itself, or a converted copy in scratch
-    /// memory.
+    /// Returns the elements of `x` as `f32`, without a copy if `x` is `f32`, and otherwise as a
+    /// converted copy in scratch memory.
     pub(super) fn to_f32<'a>(&'a self, x: View<'a>) -> F32Input<'a> {
         InputElements::from(x).all_to_f32(self)
     }

@@ -1,4 +1,5 @@
-//! Elementwise ops on vectors, dropout, matrix transposition, and sums of squares.
+//! Implements elementwise vector operations, dropout, matrix transposition and sums of squares for
+//! the CPU backend.
 use super::backend::Cpu;
 use super::elements::{InputElements, PriorContents};
 use super::instruction_set::multiversion;

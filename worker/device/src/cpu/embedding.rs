@@ -1,5 +1,5 @@
-//! Token embedding on the CPU, which looks up rows of the weight and adds the gradients of these
-//! rows.
+//! Token embedding on the CPU: looks up each token's row of the weight in the forward pass, and
+//! adds up the gradients of the rows in the backward pass.
 use super::backend::Cpu;
 use super::disjoint_slices::DisjointSlices;
 use super::elements::InputElements;
@@ -7,7 +7,8 @@ use super::expert_rows::copy_selected_rows;
 use crate::buffer::{View, ViewMut};
 use crate::ops::{EmbeddingOps, expect_lens};
 
-/// Number of columns of the embedding's gradient that one parallel task of the backward pass sums.
+/// Number of columns of the embedding weight's gradient that one parallel task computes in the
+/// backward pass.
 const COLUMNS_PER_TASK: usize = 128;
 
 impl EmbeddingOps for Cpu {

@@ -74,8 +74,8 @@ pub(super) fn copy_selected_rows(cpu: &Cpu, op: &str, y: ViewMut, x: View, rows:
     });
 }
 
-/// The arguments, without the output, of an op that computes weighted sums of selected rows
-/// ([`RowOps::combine_rows`]).
+/// Inputs of an op that computes weighted sums of selected rows ([`RowOps::combine_rows`]): the
+/// matrix, the row indices and the weights.
 #[derive(Clone, Copy)]
 pub(crate) struct WeightedRowSum<'a> {
     /// The matrix whose rows are summed.
@@ -136,8 +136,8 @@ fn sum_selected_elements<S: Simd, E: Element>(
     }
 }
 
-/// Returns the dot product of `a` and `b`, summed in 16 lanes whose sums are then added in a fixed
-/// order, the same on every instruction set.
+/// Returns the dot product of `a` and `b`, summed in 16 lanes in an order that is equal on every
+/// instruction set.
 #[inline(always)]
 fn dot_simd<S: Simd>(s: S, a: &[f32], b: &[f32]) -> f32 {
     let mut total = s.splat(0.0);

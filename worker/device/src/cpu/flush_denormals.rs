@@ -1,9 +1,9 @@
-//! [`FlushDenormals`]: lets the vector instructions of a thread treat subnormal numbers as zero.
+//! [`FlushDenormals`]: switches the vector instructions of a thread to a mode in which subnormal
+//! numbers count as zero.
 
-/// While a value of this type exists, the x86 vector instructions of this thread treat subnormal
-/// inputs as zero (flag DAZ of the register MXCSR) and replace subnormal results by zero (flag
-/// FTZ), as the rule for products of bf16 numbers requires. Dropping it restores the register, also
-/// while a panic unwinds.
+/// Guard during whose lifetime the x86 vector instructions of this thread treat subnormal inputs
+/// and results as zero (MXCSR flags DAZ and FTZ). Dropping it restores the register, also while a
+/// panic unwinds.
 ///
 /// On other architectures, the rule is computed by methods of [`super::simd::Simd`] that flush
 /// explicitly, and this type does nothing.
@@ -24,8 +24,8 @@ pub(crate) struct FlushDenormals {
 const DAZ_AND_FTZ: u32 = 1 << 6 | 1 << 15;
 
 impl FlushDenormals {
-    /// Lets the vector instructions of this thread treat subnormal numbers as zero, until the
-    /// returned value is dropped.
+    /// Makes the vector instructions of this thread treat subnormal numbers as zero until the
+    /// returned guard is dropped.
     #[inline(always)]
     pub(crate) fn enable() -> Self {
         #[cfg(target_arch = "x86_64")]

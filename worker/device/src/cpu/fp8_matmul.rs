@@ -1,5 +1,5 @@
-//! Matmul on the CPU whose operands are rounded to fp8; the results of GPUs are compared with it.
-//! The rounded operands are multiplied as bfloat16.
+//! Matmul on the CPU with operands that are rounded to fp8, as the reference for fp8 matmuls on
+//! GPUs. The rounded operands are multiplied as bfloat16.
 //!
 //! An fp8 number times its scale is exactly a bfloat16, because it has at most four significant
 //! bits and scales are at least 2⁻⁶⁰. (Values from 2¹²⁸·15/16 on, which round to 2¹²⁸, become
@@ -12,8 +12,8 @@ use super::row_outputs::SliceRows;
 use crate::buffer::ViewMut;
 use crate::ops::{Fp8Operand, Fp8Ops, WriteMode};
 
-/// Number of elements of a matrix in which one parallel task searches for the largest magnitude,
-/// from which the scale for fp8 follows.
+/// Number of elements per parallel task when the largest magnitude in a matrix is searched to
+/// choose the scale for fp8.
 const ELEMENTS_PER_TASK: usize = 16 << 10;
 
 impl Fp8Ops for Cpu {

@@ -93,8 +93,8 @@ fn check_groups(groups: &[RowGroup], x_len: usize, k: usize, weights_len: usize,
     }
 }
 
-/// Calls `run` for each group of rows that a grouped matmul multiplies by one matrix: in parallel,
-/// or one after another if one group has most of the rows, whose matmul then uses all threads.
+/// Calls `run` for each row group of a grouped matmul, in parallel tasks if the groups have similar
+/// sizes, and otherwise one after another. In the latter case, each matmul uses all threads.
 fn for_each_group(cpu: &Cpu, groups: &[RowGroup], run: impl Fn(&RowGroup) + Sync) {
     let rows = groups.iter().map(|g| g.rows.len());
     let (total, largest) = (rows.clone().sum::<usize>(), rows.max().unwrap_or(0));

@@ -3,8 +3,8 @@
 #[cfg(target_arch = "x86_64")]
 use super::{amx, x86};
 
-/// The instruction set that a [`super::Cpu`] should use at most is unknown, or this machine does
-/// not support it.
+/// Error: the instruction set that a caller chose for a [`super::Cpu`] does not exist, or this
+/// machine does not support it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{name:?} is not an instruction set of this machine; it has: {}", available.join(", "))]
 pub struct InstructionSetUnavailable {
@@ -80,7 +80,8 @@ impl InstructionSet {
         }
     }
 
-    /// Returns which instructions of this machine are not used, and why, as a sentence for the log.
+    /// Returns a sentence for the log if AMX computes wrong results on this machine and is
+    /// therefore not used, and `None` otherwise.
     pub(crate) fn describe_rejected() -> Option<&'static str> {
         #[cfg(target_arch = "x86_64")]
         if amx::detect() == amx::AmxSupport::Wrong {
@@ -107,8 +108,8 @@ impl InstructionSet {
     }
 }
 
-/// Defines a function that runs a generic kernel compiled for the instruction set that the caller
-/// passes, such as AVX-512.
+/// Defines a function that takes an instruction set, such as AVX-512, and calls a kernel compiled
+/// for this instruction set.
 ///
 /// `multiversion! { fn name = body(arg: Type, …) -> Result }` defines `name(instruction_set, arg,
 /// …)`, which calls `#[inline(always)] fn body<S: Simd>(s: S, arg: Type, …)`, compiled for the

@@ -95,14 +95,15 @@ multiversion! {
     fn normalize = normalize_rows(y: &mut [f32], stats: &mut [f32], x: &[f32], norm: F32LayerNormParams)
 }
 multiversion! {
-    /// Computes the gradients of LayerNorm for the rows of one parallel task with the given
-    /// instruction set.
+    /// Computes LayerNorm's gradients of the input, weight and bias for the rows of one parallel
+    /// task, with the given instruction set.
     fn differentiate = differentiate_rows(
         dx: &mut [f32], dw: &mut [f32], db: &mut [f32], inputs: LayerNormBackwardRows, write: WriteMode
     )
 }
 
-/// Parameters of a LayerNorm, converted to `f32`.
+/// Weight and bias of a LayerNorm, converted to `f32`, and the epsilon that is added to the
+/// variance.
 #[derive(Clone, Copy)]
 struct F32LayerNormParams<'a> {
     w: &'a [f32],
@@ -142,7 +143,8 @@ fn normalize_rows<S: Simd>(s: S, y: &mut [f32], stats: &mut [f32], x: &[f32], no
     }
 }
 
-/// Inputs of LayerNorm's backward pass for the rows that one parallel task processes.
+/// Rows of the inputs of LayerNorm's backward pass (such as the output gradient) that one parallel
+/// task processes, and the weight.
 #[derive(Clone, Copy)]
 struct LayerNormBackwardRows<'a> {
     dy: &'a [f32],
@@ -151,9 +153,9 @@ struct LayerNormBackwardRows<'a> {
     stats: &'a [f32],
 }
 
-/// Computes the gradients of LayerNorm for the rows of one parallel task. With x̂ = (x − mean)·rstd
-/// and g = dy·w, these are `dx (=|+=) rstd·(g − mean(g) − x̂·mean(g·x̂))`, `dw += dy·x̂` and `db +=
-/// dy`.
+/// Computes LayerNorm's gradients of the input, weight and bias for the rows of one parallel task.
+/// With x̂ = (x − mean)·rstd and g = dy·w, these are `dx (=|+=) rstd·(g − mean(g) −
+/// x̂·mean(g·x̂))`, `dw += dy·x̂` and `db += dy`.
 #[inline(always)]
 fn differentiate_rows<S: Simd>(
     s: S,

@@ -29,26 +29,26 @@ use crate::buffer::View;
 use crate::ops::WriteMode;
 use std::ops::Range;
 
-/// Maximum number of terms of each sum that a matmul adds in one pass over the operands. A strip of
-/// the left operand then takes 16 KiB of the L1 cache.
+/// Maximum block size along the summed dimension of a matmul, which divides each sum into several
+/// passes over the operands. A strip of the left operand then takes 16 KiB of the L1 cache.
 const MAX_DEPTH_BLOCK: usize = 512;
-/// Maximum number of elements of a matmul's smaller operand that are packed (copied in the order of
-/// their use) at a time, for all tasks to read.
+/// Maximum number of elements of a matmul's smaller operand that are copied into the order of their
+/// use (packed) at a time, for all tasks to read.
 const SHARED_PACKED_LEN: usize = 1 << 20;
-/// Maximum number of elements of a matmul's larger operand that one task packs (copies in the order
-/// of their use) at a time. They take half of an L2 cache.
+/// Maximum number of elements of a matmul's larger operand that one task copies into the order of
+/// their use (packs) at a time. They take half of an L2 cache.
 const TASK_PACKED_LEN: usize = 96 << 10;
-/// Number of elements of a matmul's right operand, packed (copied in the order of their use), that
-/// stay in the L2 cache while several rows of the left operand are multiplied by them. The rest of
-/// the cache holds the result and prefetched elements.
+/// Number of elements of a matmul's packed right operand that stay in the L2 cache while many rows
+/// of the left operand are multiplied by these elements. The rest of the cache holds the result and
+/// prefetched elements.
 const RESIDENT_PANELS_LEN: usize = 48 << 10;
 
-/// Distance in bytes at which two elements of a matmul's operand are kept in the same set of the L1
-/// cache (64 lines of 64 bytes on common CPUs), and in one of few sets of the L2 cache. A panel of
-/// the right operand, read in place, then evicts its own lines before they are used again.
+/// Distance in bytes between addresses that share a set of the L1 cache, so that they can evict
+/// each other's cache lines. It is 64 lines of 64 bytes on common CPUs. A panel of the right
+/// operand, read in place, then evicts its own lines before they are used again.
 const CACHE_SET_PERIOD: usize = 4096;
-/// Minimum number of rows of a matmul's result from which on it is faster to copy a right operand
-/// whose rows compete for the same cache sets ([`CACHE_SET_PERIOD`]) than to read it in place.
+/// Minimum number of rows of the result for which a matmul copies a right operand whose rows
+/// compete for the same cache sets, instead of reading it in place.
 const MIN_ROWS_TO_AVOID_CONFLICTS: usize = 32;
 
 /// Returns how many rows and columns of a matmul's result the innermost function (the micro-kernel)
@@ -67,8 +67,8 @@ fn get_micro_tile_shape(instruction_set: InstructionSet) -> (usize, usize) {
     }
 }
 
-/// Returns how many of the `k` products that make up each element of a matmul's result are added in
-/// one pass over the operands. The last pass may add fewer.
+/// Returns the block size along the summed dimension of a matmul with `k` terms per sum, at most
+/// [`MAX_DEPTH_BLOCK`], for blocks of about equal size. The last pass may add fewer.
 fn choose_depth_block_len(k: usize, rule: SumRule) -> usize {
     let len = k.div_ceil(k.div_ceil(MAX_DEPTH_BLOCK));
     match rule {
@@ -145,11 +145,11 @@ pub(crate) fn matmul_f32(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape
     }
 }
 
-/// Number of elements of a 16-bit result that are computed in `f32` at a time, before they are
-/// rounded.
+/// Number of elements of a 16-bit result that a matmul computes in `f32` at a time before it rounds
+/// them.
 const F32_BLOCK_LEN: usize = 1 << 20;
-/// Minimum number of rows of a 16-bit result that are computed in `f32` at a time, before they are
-/// rounded. With fewer rows, packing the right operand again for each block would be too slow.
+/// Minimum number of rows of a 16-bit result that a matmul computes in `f32` at a time before it
+/// rounds them. With fewer rows, packing the right operand again for each block would be too slow.
 const MIN_BLOCK_ROWS: usize = 256;
 
 /// Computes the matmul `c[i,j] (=|+=) Σ_p a(i,p)·b(j,p)` with a result of any element type. Each
@@ -174,8 +174,8 @@ pub(crate) fn matmul_with_bias(
     unsafe { matmul_row_blocks(cpu, &c, 0, a, b, bias.as_deref(), shape) }
 }
 
-/// Computes a matmul with a result of any element type, and writes the result to `c`, beginning at
-/// element `first`.
+/// Computes the matmul of `a` and `b`, and writes the result of any element type to `c`, beginning
+/// at element `first`.
 ///
 /// # Safety
 ///
@@ -193,8 +193,8 @@ pub(crate) unsafe fn matmul_at_offset(
     unsafe { matmul_row_blocks(cpu, c, first, a, b, None, shape) }
 }
 
-/// Computes a matmul in blocks of rows, adds `bias` to each row if there is one, and rounds each
-/// complete block to the element type of `c`.
+/// Computes a matmul one block of rows at a time, adds the optional `bias` to each row, and rounds
+/// each block to the element type of `c`.
 ///
 /// # Safety
 ///
@@ -234,9 +234,10 @@ unsafe fn matmul_row_blocks(
     }
 }
 
-/// An operand of a matmul that may be packed, that is, copied in the order in which the
-/// micro-kernel (the innermost function) reads it. Consists of the elements, the number of rows
-/// (left operand) or columns (right operand), and the number of rows or columns per panel.
+/// A left or right operand of a matmul that tasks copy into packed order if necessary: its
+/// elements, its number of rows or columns, and the panel width. Consists of the elements, the
+/// number of rows (left operand) or columns (right operand), and the number of rows or columns per
+/// panel.
 #[derive(Clone, Copy)]
 struct PackableOperand<'a> {
     operand: Operand<'a>,
@@ -276,9 +277,8 @@ fn pack_shared_operand(
     });
 }
 
-/// One pass of a matmul, which adds some of the products of each sum, for some rows or columns of
-/// the operand whose packed copy all tasks share. A pass includes all rows or columns of the other
-/// operand.
+/// One pass of a matmul over a range of terms of each sum, for some rows or columns of the operand
+/// whose packed copy all tasks share. A pass includes all rows or columns of the other operand.
 struct MatmulPass<'a> {
     rule: SumRule,
     c: &'a DisjointSlices<'a, f32>,
@@ -343,8 +343,8 @@ impl MatmulPass<'_> {
     }
 }
 
-/// An operand of a matmul that the micro-kernel (the innermost function) reads in place, without a
-/// packed copy, because its elements are `f32` in a suitable order.
+/// An `f32` operand of a matmul that the micro-kernel (the innermost function) reads directly from
+/// the operand's memory, without a packed copy.
 #[derive(Clone, Copy)]
 struct UnpackedOperand<'a> {
     data: &'a [f32],
@@ -354,9 +354,9 @@ struct UnpackedOperand<'a> {
 }
 
 impl<'a> UnpackedOperand<'a> {
-    /// Returns the left operand `a` of a matmul, which has `m` rows, if the micro-kernel (the
-    /// innermost function) can read it without a packed copy. Returns `None` if the operand is not
-    /// `f32`, its rows are not contiguous, or it has fewer than `mr` rows, the height of a tile.
+    /// Returns the left operand `a` (with `m` rows) for direct reads by the micro-kernel, or `None`
+    /// if `a` must be packed first. Returns `None` if the operand is not `f32`, its rows are not
+    /// contiguous, or it has fewer than `mr` rows, the height of a tile.
     fn from_rows(a: Operand<'a>, m: usize, mr: usize) -> Option<Self> {
         match a.data {
             InputElements::F32(data) if a.depth_stride == 1 && m >= mr => {
@@ -366,10 +366,10 @@ impl<'a> UnpackedOperand<'a> {
         }
     }
 
-    /// Returns the right operand `b` of a matmul, whose result has `m` rows and `n` columns, if the
-    /// micro-kernel (the innermost function) should read it without a packed copy. Returns `None`
-    /// if the operand is not `f32`, its columns are not contiguous, the last columns do not fill a
-    /// vector, or its rows compete for the same cache sets.
+    /// Returns the right operand `b` of a matmul for direct reads by the micro-kernel, or `None` if
+    /// `b` should be packed first. Returns `None` if the operand is not `f32`, its columns are not
+    /// contiguous, the last columns do not fill a vector, or its rows compete for the same cache
+    /// sets.
     fn from_columns(b: Operand<'a>, m: usize, n: usize) -> Option<Self> {
         let has_conflicts = (b.depth_stride * size_of::<f32>()).is_multiple_of(CACHE_SET_PERIOD)
             && m >= MIN_ROWS_TO_AVOID_CONFLICTS;
@@ -381,9 +381,10 @@ impl<'a> UnpackedOperand<'a> {
         }
     }
 
-    /// Returns the address of element `first` of the operand. Panics if the micro-kernel, which
-    /// reads `lines` runs of `len` contiguous elements from this address on, would read out of
-    /// bounds. The runs are `stride` elements apart.
+    /// Returns the address of element `first` of the operand, after a check that the micro-kernel's
+    /// reads from there stay within bounds. Panics if the micro-kernel, which reads `lines` runs of
+    /// `len` contiguous elements from this address on, would read out of bounds. The runs are
+    /// `stride` elements apart.
     fn get_checked_address(&self, first: usize, lines: usize, len: usize) -> *const f32 {
         self.data[first..first + (lines - 1) * self.stride + len].as_ptr()
     }
@@ -398,15 +399,15 @@ struct UnpackedOperands<'a> {
 }
 
 impl UnpackedOperands<'_> {
-    /// Returns true if the left operand (if `is_left`) or the right operand is read in place,
-    /// without packing.
+    /// Returns true if the micro-kernel reads the left operand (or the right one if `is_left` is
+    /// false) directly, without a packed copy.
     fn is_unpacked(&self, is_left: bool) -> bool {
         if is_left { self.a.is_some() } else { self.b.is_some() }
     }
 }
 
-/// The memory from which a matmul task reads one operand: a packed copy (in the order in which the
-/// micro-kernel reads it), or the operand itself.
+/// Where a matmul task reads one of its operands: in a packed copy, or directly in the operand's
+/// memory.
 #[derive(Clone, Copy)]
 enum OperandSource<'a> {
     /// Packed panels of the block's rows or columns.
@@ -493,9 +494,10 @@ fn multiply_block_tiles<S: Simd>(s: S, t: ResultBlock, a: OperandSource, b: Oper
     }
 }
 
-/// Computes a tile (a small block of a matmul's result) in registers, and writes `rows` of its
-/// rows, beginning with row `rows_above`, and the first `columns` elements of each to the result. A
-/// tile that is not written completely is computed in a buffer.
+/// Computes a small block (tile) of a matmul's result in registers, and writes only the requested
+/// rows and columns of the tile to the result. These are `rows` rows, beginning with row
+/// `rows_above`, and the first `columns` elements of each. A tile that is not written completely is
+/// computed in a buffer.
 ///
 /// # Safety
 ///

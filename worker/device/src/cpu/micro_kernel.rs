@@ -8,9 +8,9 @@ use super::simd::{LANES, MAX_TILE_ROW_LEN, MicroTile, Simd, load_array, store_ar
 use super::sum_rule::{BF16_BLOCK_LEN, SumRule};
 use std::ops::Range;
 
-/// Switches this thread to the mode of the CPU, if there is one, in which the micro-kernel flushes
-/// subnormal numbers as `rule` requires. The returned value, if any, must exist while the
-/// micro-kernel runs.
+/// Makes this thread's vector instructions flush subnormal numbers to zero, if the summation rule
+/// `rule` requires this and the instruction set has a CPU mode for it. The returned value, if any,
+/// must exist while the micro-kernel runs.
 #[inline(always)]
 pub(crate) fn prepare_thread<S: Simd>(_: S, rule: SumRule) -> Option<FlushDenormals> {
     (rule == SumRule::Bf16Blocks && S::USES_FLUSH_MODE).then(FlushDenormals::enable)
@@ -38,8 +38,8 @@ pub(crate) unsafe fn compute_tile<S: Simd, const MR: usize, const NV: usize>(s: 
     }
 }
 
-/// Computes a tile of a matmul's result in registers, with the strides of `a` as arguments: `rs`
-/// between rows and `ks` along the summed dimension. Callers pass constants where they can, for
+/// Computes a tile of a matmul's result in registers, where the left operand `a` has the row stride
+/// `rs` and the stride `ks` along the summed dimension. Callers pass constants where they can, for
 /// which the compiler specialises the code.
 ///
 /// # Safety
@@ -76,8 +76,8 @@ unsafe fn compute_tile_with_strides<S: Simd, const MR: usize, const NV: usize>(
     }
 }
 
-/// Runs one chain of fused multiply-adds from zero for each element of a tile, over the terms with
-/// the indices `terms`. If `FLUSH` is set, subnormal numbers count as zero.
+/// Sums the products of the terms `terms` for each element of a tile in registers, as one sequence
+/// of fused multiply-adds that starts at zero. If `FLUSH` is set, subnormal numbers count as zero.
 ///
 /// # Safety
 ///
@@ -109,11 +109,12 @@ unsafe fn run_chains<S: Simd, const FLUSH: bool, const MR: usize, const NV: usiz
     acc
 }
 
-/// Zeros that take the place of the previous result at the first block of a tile that overwrites
-/// it.
+/// Zeros to which a tile's first block of terms is added if the matmul overwrites the result
+/// instead of adding to it.
 static ZEROS: [f32; MAX_TILE_ROW_LEN] = [0.0; MAX_TILE_ROW_LEN];
 
-/// Computes a tile of a matmul's result by [`SumRule::Bf16Blocks`].
+/// Computes a tile of the product of bf16 matrices in the order of additions that
+/// [`SumRule::Bf16Blocks`] prescribes.
 ///
 /// The chains of the odd terms of a block run after those of the even terms, so that a tile may
 /// have as many accumulators as with one chain. The even chains and the sums of the blocks before
@@ -159,10 +160,11 @@ unsafe fn add_bf16_blocks<S: Simd, const MR: usize, const NV: usize>(
     }
 }
 
-/// Adds one block of terms to a tile by [`SumRule::Bf16Blocks`]: reads the sums of the blocks
-/// before at `from`, and writes the new sums at `to`, both with the number of elements between
-/// rows. If the block has fewer terms than a whole one, `is_padded` adds a missing term, 0·0, to
-/// the chain of the even and to that of the odd terms. (Further ones would change nothing.)
+/// Adds one block of terms of a bf16 product to the sums of a tile at `from`, and stores the new
+/// sums at `to`, as [`SumRule::Bf16Blocks`] prescribes. Both addresses come with the number of
+/// elements between rows. If the block has fewer terms than a whole one, `is_padded` adds a missing
+/// term, 0·0, to the chain of the even and to that of the odd terms. (Further ones would change
+/// nothing.)
 ///
 /// # Safety
 ///

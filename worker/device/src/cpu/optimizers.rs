@@ -12,8 +12,8 @@ use crate::ops::{
     expect_lens,
 };
 
-/// Wraps an `f32` vector that an optimizer updates as rows of one element each, so that parallel
-/// tasks can update different ranges of it.
+/// Treats an `f32` vector that an optimizer updates as a matrix with one element per row, so that
+/// parallel tasks can update different ranges.
 fn to_single_element_rows(x: ViewMut<'_>) -> SliceRows<'_, f32> {
     SliceRows::new(x.host_slice_mut(), 1)
 }

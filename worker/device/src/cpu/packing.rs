@@ -10,10 +10,10 @@ use super::sum_rule::SumRule;
 use crate::ops::WriteMode;
 use std::ops::Range;
 
-/// An operand of a matmul on the CPU: its elements, the distance between its rows, and the distance
-/// between consecutive terms of the sums. Element `p` of row `i` (left operand) or column `i`
-/// (right operand) is at `data[i·row_stride + p·depth_stride]`, and `p` counts the terms of the
-/// sums. One of the strides must be 1.
+/// Left or right operand of a matmul on the CPU: its elements, the distance between rows or
+/// columns, and the distance along the summed dimension. Element `p` of row `i` (left operand) or
+/// column `i` (right operand) is at `data[i·row_stride + p·depth_stride]`, and `p` counts the terms
+/// of the sums. One of the strides must be 1.
 #[derive(Clone, Copy)]
 pub(crate) struct Operand<'a> {
     /// The elements of the operand, of any type.
@@ -25,8 +25,8 @@ pub(crate) struct Operand<'a> {
 }
 
 impl InputElements<'_> {
-    /// Returns the order in which a matmul of these elements and `other` adds the terms of its
-    /// sums.
+    /// Returns the prescribed order of additions for a matmul of these elements and `other`, which
+    /// depends on whether both are bf16.
     pub(crate) fn choose_sum_rule(&self, other: &InputElements) -> SumRule {
         match (self, other) {
             (InputElements::Half(HalfFormat::Bf16, _), InputElements::Half(HalfFormat::Bf16, _)) => {
@@ -38,14 +38,14 @@ impl InputElements<'_> {
 }
 
 impl<'a> Operand<'a> {
-    /// Creates a matmul operand from elements whose rows are contiguous along the summed dimension
-    /// and `stride` elements apart.
+    /// Creates an operand from a matrix whose rows (or, for a right operand, columns) are `stride`
+    /// elements apart and contiguous along the summed dimension.
     pub(crate) fn from_rows(data: impl Into<InputElements<'a>>, stride: usize) -> Operand<'a> {
         Operand { data: data.into(), row_stride: stride, depth_stride: 1 }
     }
 
-    /// Creates a matmul operand from elements that are stored transposed: one row of `stride`
-    /// elements for each term of the sums.
+    /// Creates an operand from a transposed matrix, which has one contiguous row of `stride`
+    /// elements for each index of the summed dimension.
     pub(crate) fn from_transposed(data: impl Into<InputElements<'a>>, stride: usize) -> Operand<'a> {
         Operand { data: data.into(), row_stride: 1, depth_stride: stride }
     }
@@ -72,8 +72,8 @@ pub(crate) struct MatmulShape {
     pub(crate) write: WriteMode,
 }
 
-/// An operand of a matmul, with its elements of type `E` and the distances between its rows and
-/// between the terms of the sums.
+/// An operand of a matmul on the CPU with the element type `E`, and the distances between its
+/// elements in both dimensions.
 #[derive(Clone, Copy)]
 struct TypedOperand<'a, E> {
     data: &'a [E],
@@ -81,8 +81,8 @@ struct TypedOperand<'a, E> {
     depth: usize,
 }
 
-/// Describes the block of a matmul operand that is packed at once (copied in the order in which the
-/// micro-kernel reads it): its first row, its numbers of rows and terms, and the width of panels.
+/// Block of a matmul operand that is copied into packed order at a time: its first row, number of
+/// rows, range along the summed dimension, and panel width.
 #[derive(Clone)]
 pub(crate) struct PackBlock {
     /// Index of the first row (left operand) or column (right operand).
@@ -112,8 +112,8 @@ multiversion! {
     pub(crate) fn pack = pack_block(dst: &mut [f32], src: Operand, block: PackBlock)
 }
 
-/// Copies a block of a matmul operand, with elements of any type, into panels of a few rows or
-/// columns, in the order in which the micro-kernel reads them.
+/// Copies a block of a matmul operand into panels of a few rows or columns each, with the code for
+/// the operand's element type.
 #[inline(always)]
 fn pack_block<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: PackBlock) {
     assert!(dst.len() >= block.packed_len(), "the packed panels do not fit into their buffer");
@@ -121,8 +121,8 @@ fn pack_block<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: PackBlock) {
     with_elements!(data, data => pack_elements(s, dst, TypedOperand { data, row, depth }, block));
 }
 
-/// Copies a block of a matmul operand, with elements of type `E`, into panels of a few rows or
-/// columns, in the order in which the micro-kernel reads them.
+/// Copies a block of a matmul operand with elements of type `E` into panels of a few rows or
+/// columns each, with a transposition if the operand's layout needs one.
 #[inline(always)]
 fn pack_elements<S: Simd, E: Element>(s: S, dst: &mut [f32], src: TypedOperand<E>, block: PackBlock) {
     let panels = block.rows.div_ceil(block.panel_width);
@@ -138,17 +138,17 @@ fn pack_elements<S: Simd, E: Element>(s: S, dst: &mut [f32], src: TypedOperand<E
     }
 }
 
-/// Number of adjacent elements of a matmul operand that are copied together when several panels
-/// (groups of a few rows) are packed at the same time. They are whole cache lines of the source,
-/// and belong to few panels that are written at the same time.
+/// Number of adjacent elements of an operand that are copied together into several panels (groups
+/// of a few rows or columns). They are whole cache lines of the source, and belong to few panels
+/// that are written at the same time.
 const ELEMENTS_PER_COPY: usize = 32;
 
-/// How many rows ahead of the row that is being copied the elements of a matmul operand are
-/// prefetched into the cache.
+/// Distance, in rows of memory, from the row that is being copied to the row that is prefetched
+/// into the cache.
 const PREFETCH_ROWS: usize = 12;
 
-/// Copies the panels (groups of a few rows) with the numbers `panels` of a matmul operand in which
-/// the elements of neighbouring rows are adjacent in memory.
+/// Copies the panels numbered `panels` (groups of a few rows) of an operand in which elements of
+/// neighboring rows are adjacent in memory.
 #[inline(always)]
 fn copy_panels<S: Simd, E: Element>(
     s: S,
@@ -189,7 +189,8 @@ fn copy_panels<S: Simd, E: Element>(
     }
 }
 
-/// Converts the elements of `from` to `f32` and writes them to `to`, in chunks of `N` elements.
+/// Converts elements to `f32` in chunks of the constant size `N`, which the compiler turns into
+/// vector instructions, and ignores an incomplete last chunk.
 #[inline(always)]
 fn convert_chunks<E: Element, const N: usize>(to: &mut [f32], from: &[E]) {
     for (to, from) in to.as_chunks_mut::<N>().0.iter_mut().zip(from.as_chunks::<N>().0) {
@@ -197,7 +198,7 @@ fn convert_chunks<E: Element, const N: usize>(to: &mut [f32], from: &[E]) {
     }
 }
 
-/// Converts the elements of `from` to `f32` and writes them to `to`, one by one.
+/// Converts all elements of `from` to `f32`, and writes the results to `to`.
 #[inline(always)]
 fn widen_elements<E: Element>(to: &mut [f32], from: &[E]) {
     to.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_f32());

@@ -4,8 +4,8 @@ use super::micro_kernel;
 use super::simd::{LANES, MicroTile, Simd};
 use super::software_fma::{add_flushed_lanes, flush_lanes, fma_flushed, fma_flushed_lanes, fma_lanes};
 
-/// Implementation of [`Simd`] with arrays, which the compiler vectorises for the target's baseline
-/// instructions: SSE2 on x86-64, NEON on aarch64.
+/// Implementation of [`Simd`] with arrays, which the compiler vectorizes for the target's baseline
+/// instructions (SSE2 on x86-64, NEON on aarch64).
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
 
@@ -14,7 +14,7 @@ pub(crate) struct Portable;
 /// ([`super::software_fma`]).
 const HAS_FMA: bool = cfg!(target_arch = "aarch64");
 
-/// Returns a vector whose lane `i` is `f(i)`.
+/// Returns a vector of 16 lanes whose lane with the index `i` is `f(i)`.
 #[inline(always)]
 fn build_lanes(f: impl Fn(usize) -> f32) -> [f32; LANES] {
     core::array::from_fn(f)

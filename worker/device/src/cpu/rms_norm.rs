@@ -100,8 +100,8 @@ multiversion! {
     )
 }
 multiversion! {
-    /// Computes the gradients of RMSNorm for the rows of one parallel task with the given
-    /// instruction set.
+    /// Computes RMSNorm's gradients of the input and the weight for the rows of one parallel task,
+    /// with the given instruction set.
     pub(super) fn differentiate = differentiate_rows(dx: &mut [f32], dw: &mut [f32], inputs: RmsNormBackwardRows, write: WriteMode)
 }
 
@@ -121,8 +121,7 @@ fn normalize_rows<S: Simd>(s: S, y: &mut [f32], rstd: &mut [f32], x: &[f32], w: 
     }
 }
 
-/// Adds `delta` to `x` in place, and computes RMSNorm of each row of the sum, as transformers with
-/// residual connections need.
+/// Adds `delta` to `x` in place (a residual addition), and computes RMSNorm of each row of the sum.
 #[inline(always)]
 fn add_normalize_rows<S: Simd>(
     s: S,
@@ -146,8 +145,8 @@ fn add_normalize_rows<S: Simd>(
     }
 }
 
-/// Computes `rstd` of one row from the lanes of its sum of squares, writes `y = x·rstd·w`, and
-/// returns `rstd`.
+/// Normalizes one row, given the sum of its squares: writes `y = x·rstd·w`, and returns `rstd`, the
+/// reciprocal root mean square.
 #[inline(always)]
 fn write_normalized_row<S: Simd>(s: S, y: &mut [f32], x: &[f32], w: &[f32], squares: S::V, eps: f32) -> f32 {
     let d = x.len();
@@ -160,7 +159,8 @@ fn write_normalized_row<S: Simd>(s: S, y: &mut [f32], x: &[f32], w: &[f32], squa
     rstd
 }
 
-/// Inputs of RMSNorm's backward pass for the rows that one parallel task processes.
+/// Rows of the inputs of RMSNorm's backward pass (such as the output gradient) that one parallel
+/// task processes, and the weight.
 #[derive(Clone, Copy)]
 pub(super) struct RmsNormBackwardRows<'a> {
     /// Gradient of the forward pass's output.
@@ -173,8 +173,8 @@ pub(super) struct RmsNormBackwardRows<'a> {
     pub(super) rstd: &'a [f32],
 }
 
-/// Computes the gradients of RMSNorm for the rows of one parallel task. With x̂ = x·rstd and g =
-/// dy·w, these are `dx (=|+=) rstd·(g − x̂·mean(g·x̂))` and `dw += dy·x̂`.
+/// Computes RMSNorm's gradients of the input and the weight for the rows of one parallel task. With
+/// x̂ = x·rstd and g = dy·w, these are `dx (=|+=) rstd·(g − x̂·mean(g·x̂))` and `dw += dy·x̂`.
 #[inline(always)]
 fn differentiate_rows<S: Simd>(
     s: S,

@@ -1,5 +1,5 @@
-//! RMSNorm of each head inside wider rows, with one weight for all heads, as Qwen3 applies it to
-//! queries and keys.
+//! RMSNorm of each attention head within wider rows, with one weight for all heads, as Qwen3
+//! applies it to queries and keys.
 use super::backend::Cpu;
 use super::elements::InputElements;
 use super::rms_norm::{RmsNormBackwardRows, differentiate, normalize};
@@ -8,8 +8,7 @@ use crate::buffer::{View, ViewMut};
 use crate::ops::{HeadLayout, HeadNormOps, WriteMode, expect_lens};
 use std::ops::Range;
 
-/// Returns the range of columns that the attention heads to normalize take together in each row of
-/// the wider matrix.
+/// Returns the range of columns of the wider matrix that contain the attention heads to normalize.
 fn head_columns(layout: HeadLayout) -> Range<usize> {
     layout.first_column..layout.first_column + layout.width()
 }

@@ -16,8 +16,9 @@ impl RopeOps for Cpu {
     }
 }
 
-/// Applies rotary position embedding in place to the heads at the beginning of every row. For
-/// `sign` = 1 the angles are those of the tables, for `sign` = −1 the negative angles.
+/// Applies rotary position embedding in place to the attention heads in the first columns of each
+/// row of `x`. For `sign` = 1 the angles are those of the tables, for `sign` = −1 the negative
+/// angles.
 fn rotate_heads(cpu: &Cpu, x: ViewMut, cos: View, sin: View, shape: RopeShape, sign: f32) {
     shape.check_lengths(x.len(), cos.len(), sin.len());
     let RopeShape { b, t, heads, head_dim, stride } = shape;

@@ -7,8 +7,8 @@ use super::simd::{LANES, Simd, exp, load_lanes, store_lanes};
 use crate::buffer::{View, ViewMut};
 use crate::ops::{RouterBackwardInputs, RouterOps, RouterShape};
 
-/// Cost of computing an exponential, as a multiple of the cost of copying an element, by which work
-/// is divided into parallel tasks.
+/// Approximate cost of computing one exponential, relative to copying an element, which determines
+/// how work is divided into tasks.
 const EXP_COST: usize = 4;
 
 impl RouterOps for Cpu {
@@ -85,8 +85,8 @@ fn select_experts(chosen: &mut [u32], probs: &[f32]) {
     }
 }
 
-/// Adds the gradient that flows back through the weights of the selected experts to `dprobs`, the
-/// gradient of the router's probabilities.
+/// Adds the part of the gradient that comes from the weights of the selected experts to `dprobs`,
+/// the gradient of the router's probabilities.
 fn add_expert_weight_gradients(
     dprobs: &mut [f32],
     dweights: &[f32],

@@ -1,5 +1,5 @@
-//! [`RowOutputs`]: one or more outputs of an op on the CPU, of which parallel tasks write different
-//! rows.
+//! [`RowOutputs`]: access to the outputs of an op on the CPU for parallel tasks, each of which
+//! writes different rows.
 use super::backend::Cpu;
 use super::disjoint_slices::DisjointSlices;
 use super::elements::{F32Output, OutputElements, PriorContents};
@@ -7,14 +7,13 @@ use crate::buffer::ViewMut;
 use crate::ops::WriteMode;
 use std::ops::Range;
 
-/// Number of rows whose contributions are added to one partial sum, when an op on the CPU sums over
-/// all rows, such as for the gradient of a bias. The partial sums are then added in the order of
-/// the rows.
+/// Number of rows that one partial sum covers when an op on the CPU sums over all rows, such as for
+/// the gradient of a bias. The partial sums are then added in the order of the rows.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 
-/// One or more outputs of an op on the CPU, of which parallel tasks write different rows.
+/// One or more outputs of an op on the CPU, in which each parallel task writes different rows.
 pub(crate) trait RowOutputs: Sync {
-    /// The type of the output rows that one task writes.
+    /// Type through which one task writes its rows of the outputs, such as a slice.
     type Rows;
 
     /// Returns the rows of the outputs with the indices `rows`, for one task to write.
@@ -25,8 +24,8 @@ pub(crate) trait RowOutputs: Sync {
     unsafe fn get_rows(&self, rows: &Range<usize>) -> Self::Rows;
 }
 
-/// An output of an op, with elements of any type, of which parallel tasks write different rows as
-/// `f32`. The rows may be limited to some columns.
+/// An output of an op, with elements of any type, whose rows parallel tasks write as `f32` numbers.
+/// The rows may be limited to some columns.
 pub(crate) struct ElementRows<'a> {
     elements: OutputElements<'a>,
     /// Index of the first row's first element.
@@ -91,8 +90,8 @@ impl<A: RowOutputs, B: RowOutputs, C: RowOutputs> RowOutputs for (A, B, C) {
 }
 
 impl Cpu {
-    /// Divides the output `y` into rows of `width` elements, which tasks overwrite or add to, as
-    /// the mode `write` states.
+    /// Divides the output `y` into rows of `width` elements for parallel tasks, which overwrite the
+    /// rows or add to them according to `write`.
     pub(super) fn as_output_rows<'a>(
         &'a self,
         y: ViewMut<'a>,
@@ -113,8 +112,8 @@ impl Cpu {
         self.as_output_rows(y, width, WriteMode::Accumulate)
     }
 
-    /// Selects a range of columns of the output `y`, which has rows of `stride` elements, for tasks
-    /// that each read and write one row at a time.
+    /// Selects the columns `columns` of the output `y`, whose rows have `stride` elements, for
+    /// tasks that each read and change one row at a time.
     pub(super) fn as_columns_to_update<'a>(
         &'a self,
         y: ViewMut<'a>,
@@ -158,15 +157,15 @@ impl Cpu {
         });
     }
 
-    /// Runs `work` on ranges of the elements of the output `y` in parallel, to read and write them
-    /// as `f32`.
+    /// Calls `work` in parallel with ranges of the output `y`, whose elements `work` reads and
+    /// changes as `f32`.
     pub(super) fn update_elements(&self, y: ViewMut, work: impl Fn(Range<usize>, &mut [f32]) + Sync) {
         let len = y.len();
         self.run_over_output_rows(len, 1, self.as_rows_to_update(y, 1), |range, mut y| work(range, &mut y));
     }
 
-    /// Runs `work` on blocks of rows of an op's outputs in parallel, and adds the sums over all
-    /// rows that `work` computes (such as the gradient of a weight) to `totals`.
+    /// Runs `work` on blocks of rows in parallel, and adds the sums that `work` computes for each
+    /// block, such as a weight's gradient, to `totals`.
     ///
     /// `work` also writes the chunk's rows of the outputs. It adds the chunk's contributions to its
     /// last argument, which contains one sum after another in the order of `totals`. The chunks'

@@ -8,8 +8,7 @@ use std::{
     },
 };
 
-/// Minimum length, in elements, from which on a scratch buffer's size is rounded up to whole huge
-/// pages.
+/// Minimum number of elements of a scratch buffer whose size is rounded up to whole huge pages.
 const HUGE_PAGE_MIN_LEN: usize = 64 << 10;
 
 /// Pool of `f32` buffers that ops on the CPU borrow as temporary memory.
@@ -56,8 +55,8 @@ impl ScratchPool {
     }
 }
 
-/// A buffer that an op has borrowed from a [`ScratchPool`], and that returns to the pool when
-/// dropped.
+/// A temporary buffer that an op borrows from a [`ScratchPool`], and that goes back to the pool
+/// when dropped.
 pub(crate) struct ScratchBuf<'a> {
     buf: Option<Buf>,
     pool: &'a ScratchPool,

@@ -1,13 +1,12 @@
-//! Products of two matrices of `f32` in scratch memory, as attention computes them
-//! ([`ScratchProduct`]).
+//! [`ScratchProduct`]: multiplies pairs of small `f32` matrices in temporary memory, such as the
+//! tiles of queries and keys in attention.
 use super::instruction_set::{InstructionSet, multiversion};
 use super::micro_kernel::{multiply_small_matrices, prepare_thread};
 use super::simd::{LANES, MicroTile, Simd};
 use super::sum_rule::SumRule;
 use std::ops::Range;
 
-/// How the products of an op are computed: with which instructions, and by which rule their terms
-/// are summed.
+/// How an op multiplies matrices: the instruction set, and the prescribed order of the additions.
 #[derive(Clone, Copy)]
 pub(crate) struct ProductMethod {
     /// The instruction set.
@@ -17,9 +16,9 @@ pub(crate) struct ProductMethod {
     pub(crate) rule: SumRule,
 }
 
-/// The part of a product of queries and keys that is needed: a query attends to keys up to its own
-/// position. Each variant contains the position of the first query, relative to that of the first
-/// key.
+/// Part of a matrix product that causal attention needs, because a query attends only to keys up to
+/// its own position. Each variant contains the position of the first query, relative to that of the
+/// first key.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum CausalBound {
     /// Rows are queries, and columns are keys. Columns after the last key of a row need not be
@@ -65,7 +64,8 @@ pub(crate) struct ScratchProduct<'a> {
 }
 
 impl ScratchProduct<'_> {
-    /// Panics if an operand or the result is too short for strips of `strip_rows` rows.
+    /// Panics if an operand or the result is too short, given that rows are computed in groups of
+    /// `strip_rows`.
     fn assert_fits(&self, strip_rows: usize) {
         let last_row = self.rows.next_multiple_of(strip_rows).saturating_sub(1);
         let last_term = self.depth.saturating_sub(1);
@@ -76,8 +76,8 @@ impl ScratchProduct<'_> {
         assert!(fits, "an operand of a product in scratch memory is too short");
     }
 
-    /// Returns the number of columns and the range of terms that are needed for the rows from
-    /// `first` to `last`.
+    /// Returns how many columns and which terms of the product causal attention needs for the rows
+    /// from `first` to `last`.
     #[inline(always)]
     fn find_needed_part(&self, rule: SumRule, first: usize, last: usize) -> (usize, Range<usize>) {
         let (columns, depth) = (self.columns, self.depth);
@@ -107,7 +107,8 @@ multiversion! {
     fn multiply_in_scratch = multiply_strips(rule: SumRule, product: ScratchProduct)
 }
 
-/// Computes a product of two matrices in scratch memory, one strip of rows after another.
+/// Computes a product of two matrices in temporary memory, in groups of as many rows as the
+/// micro-kernel computes in registers.
 #[inline(always)]
 fn multiply_strips<S: Simd>(s: S, rule: SumRule, product: ScratchProduct) {
     let rows = product.rows;

@@ -19,9 +19,9 @@ pub(crate) const MAX_TILE_LEN: usize = 8 * MAX_TILE_ROW_LEN;
 /// registers at once, on any instruction set.
 pub(crate) const MAX_TILE_ROW_LEN: usize = 3 * LANES;
 
-/// Addresses and strides of the operands and the result of one small block (tile) of a matmul,
-/// which the micro-kernel computes in registers. The micro-kernel computes `c[i·c_row_stride + j]
-/// (=|+=) Σ_p a[i·a_row_stride + p·a_depth_stride] · b[p·b_row_stride + j]`.
+/// Addresses and strides of the operands and of the result tile for one call of the micro-kernel,
+/// which computes the tile in registers. The micro-kernel computes `c[i·c_row_stride + j] (=|+=)
+/// Σ_p a[i·a_row_stride + p·a_depth_stride] · b[p·b_row_stride + j]`.
 #[derive(Clone, Copy)]
 pub(crate) struct MicroTile {
     /// The order in which the terms of each sum are added.
@@ -54,17 +54,17 @@ pub(crate) struct MicroTile {
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// A vector of 16 `f32` lanes.
     type V: Copy;
-    /// Number of rows of the block (tile) of a matmul's result that the micro-kernel computes in
-    /// registers.
+    /// Number of rows of the result tile that the matmul micro-kernel computes in registers at a
+    /// time.
     const TILE_ROWS: usize;
-    /// Number of vectors in a row of the block (tile) of a matmul's result that the micro-kernel
-    /// computes in registers.
+    /// Number of vectors in each row of the result tile that the matmul micro-kernel computes in
+    /// registers at a time.
     const TILE_ROW_VECTORS: usize;
-    /// Number of elements in a row of the block (tile) of a matmul's result that the micro-kernel
-    /// computes in registers.
+    /// Number of elements in each row of the result tile that the matmul micro-kernel computes in
+    /// registers at a time.
     const TILE_COLUMNS: usize = Self::TILE_ROW_VECTORS * LANES;
-    /// True if [`Simd::fma_flushed`] and [`Simd::add_flushed`] need a mode of the CPU in which
-    /// subnormal numbers count as zero, false if they replace subnormal numbers themselves.
+    /// True if [`Simd::fma_flushed`] and [`Simd::add_flushed`] rely on a CPU mode to flush
+    /// subnormal numbers to zero, false if they do so themselves.
     const USES_FLUSH_MODE: bool;
 
     /// Returns a vector whose lanes are all `x`.

@@ -11,9 +11,9 @@ use super::simd::LANES;
 /// The smallest positive normal `f32`, 2⁻¹²⁶.
 const MIN_NORMAL: f64 = f32::MIN_POSITIVE as f64;
 
-/// The smallest magnitude that is rounded to 2⁻¹²⁶ if the exponent has no lower limit:
-/// 2⁻¹²⁶ − 2⁻¹⁵¹. Results below are subnormal *after rounding*, which is the condition under which
-/// x86 flushes a result to zero.
+/// The smallest positive number that rounds to 2⁻¹²⁶ with 24 significant bits and an unlimited
+/// exponent: 2⁻¹²⁶ − 2⁻¹⁵¹. Results below are subnormal *after rounding*, which is the condition
+/// under which x86 flushes a result to zero.
 const MIN_ROUNDED_TO_NORMAL: f64 = MIN_NORMAL * (1.0 - 1.0 / (1u64 << 25) as f64);
 
 /// Computes `a·b + c` in each lane, rounded once.
@@ -77,8 +77,8 @@ fn add_products(a: &[f32; LANES], b: &[f32; LANES], c: &[f32; LANES]) -> ([f64; 
     (sums, uncertain == 0)
 }
 
-/// Computes `a·b + c` in `f64`, rounded to odd: if the sum is not exact, the result is the one of
-/// its two neighbours whose last bit is 1.
+/// Computes `a·b + c` in `f64`, rounded to odd: an inexact result becomes the adjacent number with
+/// an odd last bit.
 fn add_product_rounded_to_odd(a: f32, b: f32, c: f32) -> f64 {
     let (product, c) = (f64::from(a) * f64::from(b), f64::from(c));
     let sum = product + c;

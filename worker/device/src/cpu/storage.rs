@@ -1,5 +1,5 @@
-//! Implements [`Storage`], the allocation and copying of buffers, for the CPU backend, where all
-//! memory is host memory.
+//! Implements the allocation and copying of buffers ([`Storage`]) in host memory for the CPU
+//! backend.
 use super::backend::Cpu;
 use crate::{
     buffer::{Buf, Dtype, View, ViewMut},

@@ -1,6 +1,7 @@
 //! The order in which the terms of a matmul's sums are added ([`SumRule`]).
 
-/// Number of terms in a block of a sum with [`SumRule::Bf16Blocks`].
+/// Number of terms per block when sums of bf16 products are added block by block
+/// ([`SumRule::Bf16Blocks`]).
 pub(crate) const BF16_BLOCK_LEN: usize = 32;
 
 /// The order in which the terms of each sum of a matmul are added, and how the operations round.

@@ -10,11 +10,12 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 
-/// Number of times that an idle thread of the pool polls for tasks, or the calling thread for their
-/// completion, before it blocks. The polling takes some 10 µs.
+/// Number of times that a thread of the pool checks for tasks, or for their completion, in a busy
+/// loop before it sleeps. The polling takes some 10 µs.
 const SPIN_ITERATIONS: usize = 1000;
 
-/// The threads of the CPU backend. They run the tasks of an op together with the calling thread.
+/// The helper threads with which the CPU backend computes ops in parallel. They run the tasks of an
+/// op together with the calling thread.
 pub(crate) struct ThreadPool {
     shared: Arc<PoolState>,
     helpers: Vec<JoinHandle<()>>,
@@ -36,8 +37,8 @@ struct PoolState {
     helpers_done: Condvar,
 }
 
-/// The set of tasks that a thread pool runs at present, if there is one, and what the pool knows
-/// about its helper threads: how many sleep, and the first panic.
+/// State of a thread pool that a mutex protects: the current set of tasks, the number of sleeping
+/// helper threads, and the first panic.
 #[derive(Default)]
 struct TaskSetSlot {
     /// The task set that helpers may join.
@@ -49,8 +50,9 @@ struct TaskSetSlot {
     panic: Option<Box<dyn Any + Send>>,
 }
 
-/// A set of tasks for a thread pool: a function, and how many task numbers the threads call it
-/// with. Both pointers are valid while the task set is in the slot or a helper is active.
+/// The tasks of one op on a thread pool: a function, the number of calls, and a counter of the
+/// calls that threads have begun. Both pointers are valid while the task set is in the slot or a
+/// helper is active.
 #[derive(Clone, Copy)]
 struct TaskSet {
     run: *const (dyn Fn(usize) + Sync),
@@ -131,8 +133,8 @@ impl Drop for ThreadPool {
     }
 }
 
-/// Guard that, when dropped, ends the helper threads' work on the current task set, so that no
-/// thread uses the pointers in the task set any more.
+/// Guard that closes the pool's current set of tasks when dropped, and waits until no helper thread
+/// uses the set any more.
 struct CloseTaskSetOnDrop<'a>(&'a PoolState);
 
 impl Drop for CloseTaskSetOnDrop<'_> {
@@ -142,8 +144,8 @@ impl Drop for CloseTaskSetOnDrop<'_> {
 }
 
 impl TaskSet {
-    /// Runs tasks of this task set (a function and its task numbers) on the calling thread, until
-    /// every task has been begun by some thread.
+    /// Calls the task function for one task number after another on this thread, until the pool's
+    /// threads have begun all tasks.
     fn run_tasks(&self) {
         // SAFETY: the pointers are valid while this thread takes part in the task set.
         let (run, next) = unsafe { (&*self.run, &*self.next) };
@@ -158,7 +160,7 @@ impl TaskSet {
 }
 
 impl PoolState {
-    /// Locks the mutex of the pool's current task set (the function that its threads run).
+    /// Locks the mutex that protects the thread pool's current set of tasks.
     fn lock_task_set_slot(&self) -> MutexGuard<'_, TaskSetSlot> {
         // No thread panics while it holds the lock.
         self.slot.lock().unwrap_or_else(PoisonError::into_inner)
@@ -176,8 +178,8 @@ impl PoolState {
         }
     }
 
-    /// Prevents further helper threads from joining the current task set, and blocks until those
-    /// that have joined it are done.
+    /// Closes the current set of tasks to further helper threads, and blocks until the helpers that
+    /// work on the set are done.
     fn close_task_set(&self) {
         self.lock_task_set_slot().task_set = None;
         for _ in 0..SPIN_ITERATIONS {
@@ -210,9 +212,9 @@ impl PoolState {
         }
     }
 
-    /// Blocks a helper thread until a task set (a function and its number of tasks) with a number
-    /// above `last_number` is posted, and joins the work on it. Returns the number of the new task
-    /// set, and the task set itself if it is still open. Returns `None` if the pool ends.
+    /// Blocks a helper thread until a set of tasks newer than number `last_number` is available or
+    /// the pool ends, and registers the helper for the set. Returns the number of the new task set,
+    /// and the task set itself if it is still open. Returns `None` if the pool ends.
     fn wait_for_task_set(&self, last_number: u64) -> Option<(u64, Option<TaskSet>)> {
         for _ in 0..SPIN_ITERATIONS {
             if self.task_set_count.load(Ordering::Acquire) != last_number {

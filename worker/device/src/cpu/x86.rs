@@ -51,9 +51,9 @@ impl Avx2 {
     }
 }
 
-/// Calls a CPU intrinsic such as `_mm512_add_ps` from a method of [`Avx512`] or [`Avx2`], values of
-/// which exist only on machines that have the instruction. Callers of the method must pass valid
-/// pointers.
+/// Calls a CPU intrinsic such as `_mm512_add_ps`, which needs `unsafe`, in methods of [`Avx512`]
+/// and [`Avx2`]. Values of these types exist only on machines that have the instruction. Callers of
+/// the method must pass valid pointers.
 macro_rules! intrinsic {
     ($e:expr) => {
         // SAFETY: `Avx512` and `Avx2` exist only on machines with these instructions, and the
@@ -163,8 +163,8 @@ unsafe fn run_micro_kernel_avx512(s: Avx512, nv: usize, t: &MicroTile) {
     }
 }
 
-/// Array of 8 set masks and then 8 clear ones, from which the mask of the first `n` lanes is loaded
-/// for AVX2's masked loads and stores. The eight consecutive masks from index `8 − n` on select the
+/// Table from which AVX2's masked loads and stores get the mask of the first `n` lanes: eight set
+/// entries, then eight clear ones. The eight consecutive masks from index `8 − n` on select the
 /// first `n` lanes.
 static LANE_MASKS: [i32; 16] = [-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0];
 
@@ -292,8 +292,8 @@ fn max_of_8_lanes(v: __m256) -> f32 {
     _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)))
 }
 
-/// Transposes 8 × 8 elements in AVX registers: interleaves pairs of rows, then pairs of pairs, then
-/// the halves of the registers.
+/// Transposes a matrix of 8 × 8 `f32` elements in AVX registers, with shuffles of row pairs, of
+/// pairs of pairs, and of register halves.
 ///
 /// # Safety
 ///

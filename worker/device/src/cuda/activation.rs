@@ -7,12 +7,12 @@ use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::{ActivationOps, RopeOps, RopeShape, expect_lens};
 use std::ffi::CStr;
 
-/// The names of the two kernels that compute one function, such as SwiGLU, on the GPU: one for bf16
-/// tensors, and one for tensors of any element types.
+/// The names of the two kernels of one function, such as SwiGLU: one for bf16 tensors, and a
+/// general one for any element types.
 type KernelNames = [&'static CStr; 2];
 
-/// Returns the name of the kernel for bf16 if all tensors are bf16 and can be read and written in
-/// vectors of eight elements, otherwise the name of the kernel for any types.
+/// Returns the name of the bf16 kernel if all tensors are bf16 and allow access in vectors of eight
+/// elements, and of the general kernel otherwise.
 fn select_kernel<const N: usize>(
     [bf16, general]: KernelNames,
     width: usize,
@@ -91,8 +91,8 @@ fn gated_forward(cuda: &Cuda, names: KernelNames, y: ViewMut, gate_up: View, [m,
     cuda.launch(ACTIVATION_SOURCE, name, LaunchSize::RowBlocks { rows: m, width: f }, &[&y, &gate_up, &f]);
 }
 
-/// Computes the gradients of a gated linear unit with respect to gate and up on the GPU, and
-/// overwrites the output gradient `dy` with the recomputed output.
+/// Computes the gradients of a gated linear unit's inputs gate and up on the GPU, and replaces the
+/// output gradient in `dy` by the unit's output.
 fn gated_backward(
     cuda: &Cuda,
     names: KernelNames,

@@ -23,9 +23,9 @@ const MAX_HEAD_DIM: usize = 256;
 /// Number of queries or keys that one thread block processes in the kernels of flash.cu, which
 /// compute attention on tensor cores. This is `BLOCK_ROWS` of flash.cu.
 const FLASH_TILE_ROWS: usize = 128;
-/// Maximum number of bytes of shared memory that a thread block of the kernels in flash.cu
-/// (attention on tensor cores) needs in addition to its rows of queries, keys, values or gradients.
-/// The bytes contain the statistics of two steps of 64 such rows, and `BlockState`.
+/// Maximum number of bytes of shared memory that a thread block of flash.cu's kernels needs in
+/// addition to its rows of queries, keys, values or gradients. The bytes contain the statistics of
+/// two steps of 64 such rows, and `BlockState`.
 const FLASH_EXTRA_SHARED_BYTES: usize = 2 * 3 * 64 * 4 + 128;
 
 /// The compute capability of Hopper GPUs, whose kernels are in flash_hopper.cu.
@@ -67,10 +67,9 @@ impl AttentionArg {
     }
 }
 
-/// Returns the grid of thread blocks and the shared memory with which a kernel of attention.cu
-/// (attention in f32 arithmetic) is launched: one block per tile of queries or keys, head and
-/// sequence. Shared memory holds `row_tiles` tiles of rows and `score_tiles` tiles of scores.
-/// Panics if the GPU has too little shared memory.
+/// Computes the grid and the shared memory for a kernel of attention.cu, with one thread block for
+/// each tile of rows, head and sequence. Shared memory holds `row_tiles` tiles of rows and
+/// `score_tiles` tiles of scores. Panics if the GPU has too little shared memory.
 fn compute_tiled_launch_size(
     cuda: &Cuda,
     s: AttentionShape,
@@ -94,9 +93,8 @@ fn compute_tiled_launch_size(
     LaunchSize::Config(LaunchConfig { grid, block: [THREADS_PER_BLOCK, 1, 1], shared })
 }
 
-/// Kernel argument that determines in which order the thread blocks of an attention kernel process
-/// heads and tiles, so that the rows that they read stay in the L2 cache. The layout is that of
-/// `BlockOrder` in blocks.cuh.
+/// Kernel argument with the order in which thread blocks of an attention kernel process heads and
+/// tiles, chosen for hits in the L2 cache. The layout is that of `BlockOrder` in blocks.cuh.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct BlockOrder {
@@ -113,10 +111,9 @@ struct BlockOrder {
 // SAFETY: struct BlockOrder of blocks.cuh.
 unsafe impl KernelArg for BlockOrder {}
 
-/// One attention kernel of flash.cu (attention on tensor cores) in variants for different head
-/// dimensions and options, with the launch parameters of each variant. The first index is 0 for
-/// heads of at most 64 elements and 1 for heads of at most 128. The second index is 1 for attention
-/// with a softcap or dropout.
+/// The compiled variants of one attention kernel in flash.cu (for tensor cores), by head dimension
+/// and options, with their launch parameters. The first index is 0 for heads of at most 64 elements
+/// and 1 for heads of at most 128. The second index is 1 for attention with a softcap or dropout.
 struct FlashKernel {
     names: [[&'static CStr; 2]; 2],
     /// Number of warps per block of each variant.
@@ -182,18 +179,17 @@ impl FlashKernel {
         cuda.launch(FLASH_SOURCE, self.names[dim_index][variant], LaunchSize::Config(config), &arguments);
     }
 
-    /// Chooses the order in which the thread blocks of this kernel process heads and tiles for the
-    /// attention shape `s`, so that the rows that they read stay in the L2 cache.
+    /// Chooses the order in which this kernel's thread blocks process heads and tiles, so that
+    /// blocks that run together share data in the L2 cache.
     fn compute_block_order(&self, s: AttentionShape, l2_cache_bytes: usize) -> BlockOrder {
         BlockOrder::new(s, FLASH_TILE_ROWS, self.is_by_keys, l2_cache_bytes)
     }
 }
 
 impl BlockOrder {
-    /// Chooses the order in which the thread blocks of an attention kernel process heads and tiles
-    /// of `tile_rows` rows for the shape `s`, so that the rows that they read stay in the L2 cache.
-    /// All blocks of a head read the same rows, so heads are scheduled in groups whose rows fit
-    /// into half of the L2 cache.
+    /// Chooses the order in which thread blocks process heads and tiles of `tile_rows` rows, so
+    /// that blocks that run together share data in the L2 cache. All blocks of a head read the same
+    /// rows, so heads are scheduled in groups whose rows fit into half of the L2 cache.
     fn new(s: AttentionShape, tile_rows: usize, is_by_keys: bool, l2_cache_bytes: usize) -> BlockOrder {
         let tiles = s.t.div_ceil(tile_rows);
         let group = s.heads / s.kv_heads;
@@ -206,8 +202,8 @@ impl BlockOrder {
     }
 }
 
-/// An attention kernel of flash_hopper.cu (tensor cores of Hopper GPUs) in two variants: element 0
-/// of each array is for heads of 64 elements, element 1 for heads of 128.
+/// An attention kernel of flash_hopper.cu (for Hopper's tensor cores) in two variants, for heads of
+/// 64 and of 128 elements. Element 0 of each array is for heads of 64 elements.
 struct HopperKernel {
     names: [&'static CStr; 2],
     /// Number of warpgroups per block that own rows. Each owns 64 rows, and another one copies.
@@ -385,10 +381,10 @@ impl AttentionOps for Cuda {
     }
 }
 
-/// Enqueues the forward or backward pass of attention on cuDNN and returns true, or returns false
-/// if the built-in kernels must compute the pass. Returns false if cuDNN is not used or was not
-/// selected for this shape. The caller must then launch the built-in kernels, also if this call ran
-/// them with `run_built_in` to time them.
+/// Enqueues the forward or backward pass of attention on cuDNN, and returns false if the caller
+/// must use the built-in kernels instead. Returns false if cuDNN is not used or was not selected
+/// for this shape. The caller must then launch the built-in kernels, also if this call ran them
+/// with `run_built_in` to time them.
 fn try_run_on_cudnn(
     cuda: &Cuda,
     is_bf16: bool,

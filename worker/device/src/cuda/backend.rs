@@ -1,5 +1,5 @@
-//! The backend for one NVIDIA GPU ([`Cuda`]), and functions with which its ops allocate memory and
-//! enqueue work.
+//! Performs the tensor operations (ops) of training on one NVIDIA GPU ([`Cuda`]), and has functions
+//! with which the ops allocate GPU memory and enqueue work.
 use super::bindings::{Address, driver_sys::CUstream};
 use super::compile::{KernelModules, KernelSource, Nvrtc};
 use super::cudnn::{AttentionBackend, CudnnAttention};
@@ -25,7 +25,7 @@ use std::{
     thread::{self, ThreadId},
 };
 
-/// Backend that computes ops on one NVIDIA GPU.
+/// An open NVIDIA GPU on which the tensor operations (ops) of training are computed.
 pub struct Cuda {
     pub(super) kernels: KernelModules,
     pub(super) cublas_lt: CublasLt,
@@ -60,8 +60,8 @@ impl MemoryOwner for Gpu {
     }
 }
 
-/// Owner of a buffer to which no GPU memory belongs, because the GPU's memory was full when the
-/// buffer was allocated; it has nothing to free.
+/// Owner of a buffer that got no GPU memory, because the GPU's memory was full when the buffer was
+/// requested.
 pub(super) struct UnallocatedBufferOwner;
 
 impl MemoryOwner for UnallocatedBufferOwner {
@@ -194,9 +194,8 @@ impl Cuda {
         Ok(self.gpu.with_flushed_stream(CUstream::cast)?)
     }
 
-    /// Returns the first failure of a GPU call as an error and clears it; until it is cleared, all
-    /// later GPU calls are skipped. The conformance comparison uses this to continue after a
-    /// failure.
+    /// Returns the first error of any GPU call and clears it. Until it is cleared, all later GPU
+    /// calls are skipped. The conformance comparison uses this to continue after a failure.
     pub fn take_failure(&self) -> std::result::Result<(), DeviceError> {
         self.gpu.status.take_failure()
     }
@@ -220,17 +219,18 @@ impl Cuda {
 
     // --- helpers of the ops ---------------------------------------------------------------------
 
-    /// Allocates uninitialized scratch memory on the GPU, which is freed when the op drops it.
-    /// Returns a range without memory if a call has failed.
+    /// Allocates `bytes` bytes of uninitialized GPU memory for temporary results of one operation,
+    /// and returns the memory, which is freed when dropped. Returns a range without memory if a
+    /// call has failed.
     pub(super) fn alloc_scratch(&self, bytes: usize) -> DeviceMemory {
         self.gpu
             .call_and_record_failure(|| self.gpu.allocate_scratch(bytes))
             .unwrap_or_else(|| DeviceMemory::empty(&self.gpu))
     }
 
-    /// Copies an integer input of a kernel from host memory to the GPU, and returns its GPU
-    /// address, which is valid for the duration of one op. An input that was uploaded recently is
-    /// not sent again. An op has at most one input of each name.
+    /// Copies the integers `input` of a kernel from host memory to the GPU, and returns their GPU
+    /// address for use in the current operation. An input that was uploaded recently is not sent
+    /// again. An op has at most one input of each name.
     pub(super) fn upload_input<T: bytemuck::Pod>(&self, name: &'static str, input: &[T]) -> Address {
         let mut by_stream = self.lock_host_inputs();
         let inputs = by_stream.entry((self.gpu.current_stream().addr(), thread::current().id())).or_default();
@@ -238,16 +238,15 @@ impl Cuda {
         self.gpu.call_and_record_failure(upload).unwrap_or(0)
     }
 
-    /// Locks the map that contains, for each stream and thread, the cache of kernel inputs that
-    /// were uploaded to the GPU recently.
+    /// Locks the mutex of the cached kernel inputs (integers that were uploaded to the GPU
+    /// recently), which are stored per stream and thread.
     pub(super) fn lock_host_inputs(&self) -> MutexGuard<'_, HashMap<(usize, ThreadId), HostInputCache>> {
         // a panic does not leave the map in an invalid state
         self.host_inputs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enqueues the kernel `name` of the CUDA source file `source` on this thread's stream, with
-    /// the numbers of blocks and threads that the amount of work `work` requires. Without work,
-    /// launches nothing.
+    /// Launches the kernel `name` of the CUDA source file `source` on this thread's stream, with as
+    /// many blocks and threads as `work` requires. Without work, launches nothing.
     pub(super) fn launch(
         &self,
         source: KernelSource,
@@ -286,18 +285,17 @@ impl Cuda {
     }
 }
 
-/// Number of threads per block with which kernels are launched that work with any number of
-/// threads.
+/// Number of threads per block for kernels that work with any block size.
 pub(super) const THREADS_PER_BLOCK: usize = 256;
 
-/// Returns the number of threads with which a kernel processes a row of `width` elements: whole
-/// warps, with eight elements per thread, up to a whole block.
+/// Returns the number of threads that process a row of `width` elements: one per eight elements,
+/// rounded up to whole warps, at most one block.
 pub(super) fn choose_threads_per_row(width: usize) -> u32 {
     width.div_ceil(8).next_multiple_of(32).clamp(32, THREADS_PER_BLOCK) as u32
 }
 
-/// The amount of work of a kernel launch, from which the numbers of thread blocks and threads are
-/// chosen.
+/// The amount of work of a kernel launch, such as a number of elements or rows, from which the
+/// launch configuration is computed.
 pub(super) enum LaunchSize {
     /// Work on this number of elements, of which each thread processes one at a time.
     Elements(usize),
@@ -314,7 +312,7 @@ pub(super) enum LaunchSize {
 }
 
 impl LaunchSize {
-    /// Returns the numbers of blocks and threads with which the kernel `name` is launched for this
+    /// Computes the numbers of blocks and threads for a launch of the kernel `name` with this
     /// amount of work. Panics if there are too many rows for a grid.
     fn choose_launch_config(self, name: &CStr, multiprocessors: usize) -> LaunchConfig {
         let blocks_of_rows = |blocks: usize| match u32::try_from(blocks) {

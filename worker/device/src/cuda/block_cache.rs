@@ -3,17 +3,17 @@
 use super::bindings::{Address, driver_sys::CUstream};
 use std::collections::{BTreeMap, HashMap};
 
-/// Minimum size in bytes of a large block of GPU memory; larger and smaller blocks have different
-/// granularities.
+/// Minimum size in bytes of a large block of GPU memory, whose size is rounded up to a multiple of
+/// [`LARGE_GRANULARITY`].
 const MIN_LARGE_BLOCK_BYTES: usize = 1 << 20;
 /// The size in bytes of each small block of GPU memory (less than 1 MiB) is a multiple of this
 /// number.
 const SMALL_GRANULARITY: usize = 512;
 /// The size in bytes of each large block of GPU memory (1 MiB and more) is a multiple of this
-/// number, which is also the unit in which the driver allocates memory.
+/// number. It is also the unit in which the driver allocates memory.
 const LARGE_GRANULARITY: usize = 2 << 20;
-/// Limits the memory that the reuse of a block wastes: a free block is used for a request if it
-/// exceeds the requested size by at most the requested size divided by this number.
+/// A free block of GPU memory is reused only if the part that stays unused is at most the requested
+/// size divided by this number.
 const MAX_WASTE_DIVISOR: usize = 4;
 
 /// The blocks of GPU memory that this process has allocated on a GPU without memory pools, in use
@@ -27,15 +27,15 @@ pub(super) struct BlockCache {
     free: HashMap<usize, BTreeMap<usize, Vec<Address>>>,
 }
 
-/// Returns the size in bytes of the block that is allocated for a request of `bytes` bytes: a
-/// multiple of the granularity of small or large blocks.
+/// Rounds a requested size of `bytes` bytes up to the size in bytes of the block of GPU memory that
+/// is allocated for it.
 pub(super) fn round_block_size(bytes: usize) -> usize {
     bytes.next_multiple_of(if bytes < MIN_LARGE_BLOCK_BYTES { SMALL_GRANULARITY } else { LARGE_GRANULARITY })
 }
 
 impl BlockCache {
-    /// Removes and returns the smallest free block of `stream` that has at least `bytes` bytes and
-    /// is not so large that much memory would be wasted. Returns `None` if there is no such block.
+    /// Removes and returns the smallest free block of `stream` that fits a request of `bytes` bytes
+    /// and is at most a quarter larger. Returns `None` if there is no such block.
     pub(super) fn take_fitting_block(&mut self, bytes: usize, stream: CUstream) -> Option<Address> {
         let needed = round_block_size(bytes);
         let blocks = self.free.get_mut(&stream.addr())?;

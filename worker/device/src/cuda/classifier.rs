@@ -10,24 +10,25 @@ use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::{ClassifierGrads, ClassifierOps, ClassifierShape, WriteMode};
 use crate::storage::Storage;
 
-/// Maximum number of logits that are in GPU memory at a time, except that at least
-/// [`MIN_CHUNK_ROWS`] rows of logits always are. Chunks are large because each chunk reads and
+/// Maximum number of logits that the classifier keeps in GPU memory at a time, unless this would be
+/// less than [`MIN_CHUNK_ROWS`] rows of logits. Chunks are large because each chunk reads and
 /// writes the whole gradient of the matrix, and because matmuls are efficient with many rows.
 const MAX_CHUNK_LOGITS: usize = 256 << 20;
-/// Minimum number of rows whose logits are in memory at a time (a chunk of rows).
+/// Minimum number of rows (tokens) whose logits the classifier computes and keeps in GPU memory at
+/// a time.
 const MIN_CHUNK_ROWS: usize = 1024;
 /// The length of each row of logits in memory is rounded up to a multiple of this number of
 /// elements. Matmuls are slow on rows that are not aligned to 16 bytes.
 const ROW_ALIGNMENT: usize = 64;
-/// A vocabulary of 16-bit weights is padded if its size is not a multiple of this number of
-/// elements (16 bytes), because matmuls would be several times slower.
+/// Number of elements (16 bytes) to a multiple of which the classifier pads a vocabulary with
+/// 16-bit weights, to keep matmuls fast.
 const VOCABULARY_ALIGNMENT: usize = 8;
-/// With a padded vocabulary, the number of rows whose logits are in memory at a time is a multiple
-/// of this number.
+/// If the classifier pads the vocabulary, it computes the logits of a multiple of this number of
+/// rows (tokens) at a time.
 const CHUNK_ROW_ALIGNMENT: usize = 128;
 
-/// How the classifier divides rows and vocabulary among matmuls: the rows whose logits are in
-/// memory at a time, and the padding of the vocabulary.
+/// Into how many rows (tokens) at a time the classifier divides its work, and to which size it pads
+/// the vocabulary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ClassifierLayout {
     /// Number of rows whose logits are in memory at a time.
@@ -42,8 +43,8 @@ struct ClassifierLayout {
 }
 
 impl ClassifierLayout {
-    /// Chooses how many rows are processed at a time and how the vocabulary is padded, for `m` rows
-    /// of `d` elements in total and a vocabulary of `v`. `dtype` is the type of the output matrix.
+    /// Chooses how the classifier divides `m` tokens of `d` elements into chunks, and to which size
+    /// it pads its vocabulary of `v` entries. `dtype` is the type of the output matrix.
     ///
     /// A matrix with 16-bit elements and an unaligned number of rows is copied and padded with rows
     /// of zeros.
@@ -65,10 +66,10 @@ impl ClassifierLayout {
     }
 }
 
-/// Returns the size in bytes of the scratch memory of the classifier: the logits that are in GPU
-/// memory at a time, and a padded copy of the output matrix if the classifier makes one. `m` is the
-/// number of rows in total, `d` their number of elements, `v` the size of the vocabulary, and
-/// `dtype` the type of the output matrix. Memory estimates use the result.
+/// Returns the size in bytes of the temporary GPU memory of the classifier, which holds logits and,
+/// if necessary, a padded weight matrix. `m` is the number of rows in total, `d` their number of
+/// elements, `v` the size of the vocabulary, and `dtype` the type of the output matrix. Memory
+/// estimates use the result.
 pub fn count_classifier_workspace_bytes([m, d, v]: [usize; 3], dtype: Dtype) -> usize {
     let layout = ClassifierLayout::new([m, d, v], dtype);
     layout.count_chunk_logits_bytes() + layout.copy_bytes
@@ -145,10 +146,9 @@ impl ClassifierOps for Cuda {
 }
 
 impl Cuda {
-    /// Copies the output layer's weight `w`, whose rows have `d` elements, to scratch memory and
-    /// appends rows of zeros, if `layout` requires a padded vocabulary. Returns the matrix that the
-    /// matmuls read, and the memory of the copy, which the caller must keep until the matmuls are
-    /// enqueued.
+    /// Returns a copy of the output layer's weight `w` with added rows of zeros, if `layout`
+    /// requires a padded vocabulary. Returns the matrix that the matmuls read, and the memory of
+    /// the copy, which the caller must keep until the matmuls are enqueued.
     fn pad_output_matrix(
         &self,
         w: View,

@@ -34,8 +34,8 @@ const HOPPER_ARCHITECTURE: &str = "sm_90";
 const HOPPER_SPECIFIC_ARCHITECTURE: &str = "sm_90a";
 
 impl KernelSource {
-    /// Returns the architecture for which NVRTC compiles this source file for a GPU of the
-    /// architecture `gpu`, such as `sm_90`. Returns `None` if the GPU cannot run the kernels.
+    /// Returns the architecture for which NVRTC must compile this source file so that it runs on a
+    /// GPU of the architecture `gpu`. Returns `None` if the GPU cannot run the kernels.
     pub(super) fn find_architecture<'a>(&self, gpu: &'a str) -> Option<&'a str> {
         match self.is_for_hopper {
             false => Some(gpu),
@@ -221,9 +221,9 @@ fn to_c_string(text: &str) -> CString {
 /// The first bytes of a file in the kernel cache, which identify a compiled kernel image.
 const IMAGE_MAGIC: &disk_cache::Magic = b"launch kernels 1";
 
-/// Returns the name of the file in the kernel cache that holds the compiled image of `source`. The
-/// name depends on everything that determines the image: source, headers, options, architecture and
-/// NVRTC's version.
+/// Returns the file name under which the kernel cache stores the compiled kernels of the CUDA
+/// source file `source`. The name depends on everything that determines the image: source, headers,
+/// options, architecture and NVRTC's version.
 fn compute_cache_file_name(source: KernelSource, architecture: &str, version: (u32, u32)) -> String {
     let mut hasher = blake3::Hasher::new();
     for part in KERNEL_HEADERS.map(|(_, text)| text).into_iter().chain([source.text, architecture]) {
@@ -247,8 +247,8 @@ pub(super) fn list_kernel_names() -> impl Iterator<Item = (KernelSource, CString
     })
 }
 
-/// The kernels that were launched so far, by source file and name, each with the launch
-/// configuration of its first launch.
+/// The kernels that were launched so far, by source file and name, with the launch configuration of
+/// the first launch of each kernel.
 type LaunchedFunctions = HashMap<(&'static str, &'static CStr), (KernelFunction, LaunchConfig)>;
 
 /// The CUDA kernels of one GPU, whose source files are compiled and loaded when they are first
@@ -322,8 +322,8 @@ impl KernelModules {
         Ok(function)
     }
 
-    /// Returns the kernel `name` of a source file, which is first compiled and loaded if necessary,
-    /// for queries about the kernel rather than for launches.
+    /// Returns the kernel `name` of a source file to query its properties, such as its registers;
+    /// compiles and loads the file first if necessary.
     pub(super) fn find_function(
         &self,
         gpu: &GpuContext,
@@ -333,8 +333,8 @@ impl KernelModules {
         self.get_or_load_module(gpu, source)?.find_function(gpu, name)
     }
 
-    /// Returns the kernels that were launched so far, ordered by name, each with the launch
-    /// configuration of its first launch.
+    /// Returns the kernels that were launched so far, ordered by name, with the launch
+    /// configuration of the first launch of each kernel.
     pub(super) fn list_launched_functions(&self) -> Vec<(String, KernelFunction, LaunchConfig)> {
         let functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
         let launched = functions
@@ -398,8 +398,8 @@ impl KernelModules {
         Ok(())
     }
 
-    /// Returns the loaded kernels (module) of a source file, which is first compiled and loaded if
-    /// necessary.
+    /// Returns the loaded kernels (module) of a CUDA source file, and compiles and loads the file
+    /// first if necessary.
     fn get_or_load_module(&self, gpu: &GpuContext, source: KernelSource) -> Result<&KernelModule> {
         let _guard = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
         let index = KERNEL_SOURCES.iter().position(|s| s.file == source.file).unwrap_or(0);

@@ -1,5 +1,5 @@
-//! The CUDA context and streams of one open GPU ([`GpuContext`]), and calls that bypass the
-//! recording of CUDA graphs.
+//! The CUDA context and streams of one open GPU ([`GpuContext`]), and calls that are issued to the
+//! GPU immediately, not recorded for a CUDA graph.
 use super::bindings::{
     Address, CaptureInfoFn, DriverApi, DriverGraphsApi,
     driver_sys::{
@@ -19,8 +19,8 @@ use std::{
 
 /// The lowest compute capability of a supported GPU: 8.0 (Ampere). Older GPUs have no bf16.
 const MIN_CAPABILITY: (u32, u32) = (8, 0);
-/// The text that errors contain instead of a function's name if work fails on the GPU after it was
-/// enqueued.
+/// Text that an error shows in place of a function's name if work on the GPU failed after the host
+/// had enqueued it.
 pub(super) const GPU_WORK_LABEL: &str = "work on the GPU";
 
 /// The CUDA context and the streams of one open GPU.

@@ -28,7 +28,7 @@ pub(super) fn query_library_version(paths: &LibrarySearchPaths) -> Result<(Strin
 }
 
 /// Returns how many bytes of workspace cuDNN needs for the forward and the backward pass of
-/// attention. A value is `None` if there is no plan.
+/// attention on a GPU that `properties` describes. A value is `None` if there is no plan.
 ///
 /// The GPU need not exist: `properties` describes it, as JSON in cuDNN's form.
 pub fn compute_cudnn_plan_workspaces(

@@ -3,23 +3,25 @@ use super::bindings::driver_sys::CUstream;
 use super::context::GpuContext;
 use std::cell::Cell;
 
-/// The CUDA stream setting of a thread: its separate stream together with the main stream of the
-/// stream's GPU, or `None` if the thread uses the main stream.
+/// Which CUDA stream a thread uses: `None` for the GPU's main stream, or the pair of the thread's
+/// separate stream and the GPU's main stream.
 pub(super) type ThreadStreamSetting = Option<(CUstream, CUstream)>;
 
 thread_local! {
-    /// The CUDA stream that this thread uses for its GPU calls.
+    /// Whether this thread's GPU calls are issued to the GPU's main stream (`None`) or to a
+    /// separate stream of this thread.
     static THREAD_STREAM: Cell<ThreadStreamSetting> = const { Cell::new(None) };
 }
 
-/// Restores the CUDA stream setting that this thread had before a call of
-/// [`GpuContext::set_thread_stream`], which returned it as `setting`.
+/// Sets this thread's CUDA stream back to `setting`, the value that
+/// [`GpuContext::set_thread_stream`] returned.
 pub(super) fn restore_thread_stream(setting: ThreadStreamSetting) {
     THREAD_STREAM.set(setting);
 }
 
 impl GpuContext {
-    /// Returns the CUDA stream of this thread: its separate stream, or the GPU's main stream.
+    /// Returns the CUDA stream to which this thread's GPU calls are issued: the thread's separate
+    /// stream if it has one, otherwise the GPU's main stream.
     pub(super) fn current_stream(&self) -> CUstream {
         match THREAD_STREAM.get() {
             Some((stream, main)) if main == self.main_stream => stream,

@@ -1,5 +1,5 @@
-//! Files in which compiled kernels and the fastest algorithms of matmuls are cached for other
-//! processes and later runs.
+//! Reads and writes the files in which compiled kernels and the fastest algorithms of matmuls are
+//! stored for later runs and other processes.
 //!
 //! A file is used only if it is complete and its hash is right.
 use std::{
@@ -16,8 +16,8 @@ pub(super) const MAX_CONTENT_BYTES: usize = 64 << 20;
 /// The first bytes of a file in the cache of compiled kernels and matmul algorithms, which identify
 /// the kind of its content. The content's hash follows.
 pub(super) type Magic = [u8; 16];
-/// Number of bytes that precede the content in a cache file: the bytes that identify the kind of
-/// content ([`Magic`]), and the content's hash.
+/// Size in bytes of the header of a cache file, which consists of the kind of the content
+/// ([`Magic`]) and the hash of the content.
 const HEADER_BYTES: usize = size_of::<Magic>() + blake3::OUT_LEN;
 
 /// Reads the content of a cache file (a compiled kernel or a chosen algorithm), after checking its

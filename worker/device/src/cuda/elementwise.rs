@@ -92,8 +92,9 @@ impl VectorOps for Cuda {
         out.copy_from_slice(&self.sum_squares_by_block_concat(&[x]));
     }
 
-    /// Returns the sums of squares of all `vectors`, one for each block of [`NORM_BLOCK_LEN`]
-    /// elements, in one list. Launches one kernel per vector, and waits once for all of them.
+    /// Computes the sum of squares of each block of [`NORM_BLOCK_LEN`] elements of all `vectors` on
+    /// the GPU, and returns all sums in order. Launches one kernel per vector, and waits once for
+    /// all of them.
     fn sum_squares_by_block_concat(&self, vectors: &[View]) -> Vec<f64> {
         let mut out = vec![0.0f64; count_norm_blocks(vectors)];
         let sums = self.enqueue_sums_of_squares(vectors);
@@ -103,8 +104,8 @@ impl VectorOps for Cuda {
         out
     }
 
-    /// Enqueues the sums of squares of all blocks of `vectors`, and a copy of the sums to pinned
-    /// host memory, on this thread's stream.
+    /// Enqueues kernels that compute the sum of squares of each block of `vectors`, and a copy of
+    /// the sums to the host, without waiting.
     fn start_sum_squares_by_block(&self, vectors: &[View], mut staging: Buf) -> PendingSumsOfSquares {
         let count = count_norm_blocks(vectors);
         let len = count * (size_of::<f64>() / size_of::<f32>());
@@ -124,15 +125,15 @@ impl VectorOps for Cuda {
     }
 }
 
-/// Returns the total number of blocks of [`NORM_BLOCK_LEN`] elements in several vectors; the last
-/// block of each vector may be shorter.
+/// Returns the number of blocks into which several vectors are divided for sums of squares:
+/// [`NORM_BLOCK_LEN`] elements each, fewer in a vector's last block.
 fn count_norm_blocks(vectors: &[View]) -> usize {
     vectors.iter().map(|x| x.len().div_ceil(NORM_BLOCK_LEN)).sum()
 }
 
 impl Cuda {
-    /// Enqueues a kernel for each of `vectors` that computes the sum of squares of each of its
-    /// blocks. Returns the memory with the sums, in `f64`.
+    /// Enqueues one kernel per vector, which computes the sum of squares of each block of
+    /// [`NORM_BLOCK_LEN`] elements of that vector. Returns the memory with the sums, in `f64`.
     fn enqueue_sums_of_squares(&self, vectors: &[View]) -> DeviceMemory {
         let sums = self.alloc_scratch(count_norm_blocks(vectors) * size_of::<f64>());
         let mut at = sums.address();

@@ -164,7 +164,7 @@ impl CudaError {
         matches!(self, CudaError::Call { status, .. } if *status == code as i32)
     }
 
-    /// Returns true if the GPU's memory is full according to this error.
+    /// Returns true if this error reports that the GPU has no free memory left.
     pub(super) fn is_out_of_memory(&self) -> bool {
         let CudaError::Call { function, status, .. } = self else {
             return matches!(self, CudaError::OutOfMemory { .. });
@@ -178,8 +178,8 @@ impl CudaError {
         *status == CUresult::CUDA_ERROR_OUT_OF_MEMORY as i32
     }
 
-    /// Returns this error with `name`, a function or a purpose such as "work on the GPU", as what
-    /// has failed, if this is a failed CUDA call.
+    /// Replaces the name of the failed function in an error of a CUDA call by `name`, and returns
+    /// the error.
     pub(super) fn with_failed_function(mut self, name: impl Into<String>) -> Self {
         if let CudaError::Call { function, .. } = &mut self {
             *function = name.into();
@@ -187,8 +187,8 @@ impl CudaError {
         self
     }
 
-    /// Returns this error with `memory_purpose` as what the memory was needed for, if this is an
-    /// out-of-memory error. Returns other errors unchanged.
+    /// Replaces the purpose of the allocation in an out-of-memory error by `memory_purpose`, such
+    /// as `gradients`, and returns the error. Returns other errors unchanged.
     pub(super) fn with_memory_purpose(mut self, memory_purpose: &'static str) -> Self {
         if let CudaError::OutOfMemory { purpose, .. } = &mut self {
             *purpose = memory_purpose;

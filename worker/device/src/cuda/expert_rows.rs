@@ -11,8 +11,9 @@ impl EmbeddingOps for Cuda {
         gather_selected_rows(self, "embedding_forward", x, w, tokens, d);
     }
 
-    /// Adds each row of `dx`, the gradient of one token's embedding, to the row of this token in
-    /// `dw`. One block of threads sums all rows of a token, in their order.
+    /// Adds row `i` of `dx`, the gradient of the embedding of token `tokens[i]`, to row `tokens[i]`
+    /// of `dw`, the gradient of the embedding table. One block of threads sums all rows of a token,
+    /// in their order.
     fn embedding_backward(&self, dw: ViewMut, dx: View, tokens: &[u32], d: usize) {
         let op = "embedding_backward";
         expect_lens(op, [("dx", dx.len(), tokens.len() * d)]);
@@ -79,8 +80,8 @@ impl RowOps for Cuda {
     }
 }
 
-/// Gathers the rows of `x` that `rows` selects into `y` on the GPU: `y[i] = x[rows[i]]`. `op` is
-/// the op's name in errors.
+/// Copies the rows of `x` with the indices `rows` to consecutive rows of `y` on the GPU: `y[i] =
+/// x[rows[i]]`. `op` is the op's name in errors.
 fn gather_selected_rows(cuda: &Cuda, op: &'static str, y: ViewMut, x: View, rows: &[u32], d: usize) {
     expect_lens(op, [("y", y.len(), rows.len() * d)]);
     check_row_indices(op, rows, x.len(), d);
@@ -89,16 +90,16 @@ fn gather_selected_rows(cuda: &Cuda, op: &'static str, y: ViewMut, x: View, rows
     cuda.launch(EXPERT_ROWS_SOURCE, c"gather_rows", work, &[&y, &x, &rows, &d]);
 }
 
-/// Panics if a row index in `rows` is out of bounds for a matrix with `len` elements in total and
-/// rows of `d` elements.
+/// Panics if a row index in `indices` is too large for a matrix with `len` elements and `d`
+/// elements per row.
 fn check_row_indices(op: &str, indices: &[u32], len: usize, d: usize) {
     let available = len.checked_div(d).unwrap_or(0);
     let outside = indices.iter().find(|index| **index as usize >= available);
     assert!(outside.is_none() || d == 0, "{op}: row {outside:?} is not below {available}");
 }
 
-/// The row indices of a batch of tokens, grouped by token, so that the gradients of each token's
-/// embedding can be summed in order.
+/// For each distinct token of a batch, the ascending indices of the rows that contain this token.
+/// The gradients of a token's embedding are summed in this order.
 #[derive(Debug, PartialEq)]
 struct RowsByToken {
     /// The tokens of the batch, each once, in increasing order.
@@ -110,8 +111,8 @@ struct RowsByToken {
     order: Vec<u32>,
 }
 
-/// Groups the row indices of a batch of tokens by token, so that the gradients of each token's
-/// embedding can be summed in order. `tokens[i]` is the token of row `i`.
+/// Returns for each distinct token of a batch the ascending indices of the rows that contain this
+/// token. `tokens[i]` is the token of row `i`.
 fn group_by_token(tokens: &[u32]) -> RowsByToken {
     let mut order: Vec<u32> = (0..tokens.len() as u32).collect();
     order.sort_by_key(|&row| tokens[row as usize]); // stable

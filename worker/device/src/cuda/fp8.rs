@@ -12,17 +12,17 @@ use crate::buffer::{Dtype, ViewMut};
 use crate::fp8::Fp8Format;
 use crate::ops::{Fp8Operand, Fp8Ops, WriteMode};
 
-/// In an fp8 matmul, cuBLASLt requires that the byte addresses of the matrices and the summed
-/// dimension `k` are multiples of this number.
+/// cuBLASLt requires that the addresses in bytes and the summed dimension `k` of the matrices of an
+/// fp8 matmul are multiples of this number.
 const ALIGNMENT: usize = 16;
 /// Maximum number of threads per block of the kernels that quantize to fp8. The kernel that
 /// transposes a tile has exactly this number of threads.
 const MAX_THREADS_PER_BLOCK: usize = 256;
-/// Number of elements, along the summed dimension, of the tiles in which a matrix is transposed
-/// while it is rounded to fp8. This is `TILE_DEPTH` of fp8.cu.
+/// Height in elements of the tiles in which a matrix is transposed and rounded to fp8. The matmul
+/// sums over this dimension. This is `TILE_DEPTH` of fp8.cu.
 const TILE_DEPTH: usize = 128;
-/// Number of elements, across the summed dimension, of the tiles in which a matrix is transposed
-/// while it is rounded to fp8. This is `TILE_WIDTH` of fp8.cu.
+/// Width in elements of the tiles in which a matrix is transposed and rounded to fp8. The matmul
+/// does not sum over this dimension. This is `TILE_WIDTH` of fp8.cu.
 const TILE_WIDTH: usize = 32;
 
 impl Fp8Ops for Cuda {
@@ -84,8 +84,8 @@ struct QuantizedMatrix {
 }
 
 impl QuantizedMatrix {
-    /// Rounds an operand of a matmul to fp8 on the GPU: `count` rows (left operand) or columns
-    /// (right operand) of `k` terms each. If `is_contiguous`, each is a row of the matrix in
+    /// Rounds a matmul operand to fp8 on the GPU; the operand has `count` rows (left operand) or
+    /// columns (right operand) of `k` elements. If `is_contiguous`, each is a row of the matrix in
     /// memory. Otherwise the matrix is transposed.
     fn new(cuda: &Cuda, matrix: Fp8Operand, is_contiguous: bool, count: usize, k: usize) -> Self {
         let (format, x, depth) = (matrix.format, TensorArg::from(matrix.x), k.next_multiple_of(ALIGNMENT));
@@ -105,8 +105,8 @@ impl QuantizedMatrix {
     }
 }
 
-/// Computes the scale by which a matrix `x` is divided before it is rounded to fp8, and the
-/// reciprocal of the scale, both in GPU memory. `len` is the number of elements of the matrix.
+/// Computes on the GPU the scale by which the matrix `x` is divided before it is rounded to fp8,
+/// and the reciprocal of the scale. `len` is the number of elements of the matrix.
 fn compute_scales(cuda: &Cuda, x: TensorArg, len: usize, format: Fp8Format) -> DeviceMemory {
     let count = len.div_ceil(8 * MAX_THREADS_PER_BLOCK).min(cuda.properties().multiprocessor_count * 4);
     let [parts, scales] = [count, 2].map(|len| cuda.alloc_scratch(len * size_of::<f32>()));
@@ -117,8 +117,8 @@ fn compute_scales(cuda: &Cuda, x: TensorArg, len: usize, format: Fp8Format) -> D
     scales
 }
 
-/// Returns the launch size of a kernel with `blocks` blocks of `threads` threads each, rounded up
-/// to whole warps.
+/// Returns the launch configuration of a kernel with `blocks` blocks of `threads` threads, where
+/// the number of threads is rounded up to whole warps.
 fn compute_launch_size(blocks: usize, threads: usize) -> LaunchSize {
     let threads = threads.next_multiple_of(32).min(MAX_THREADS_PER_BLOCK);
     LaunchSize::Config(LaunchConfig { grid: [blocks as u32, 1, 1], block: [threads as u32, 1, 1], shared: 0 })

@@ -1,4 +1,5 @@
-//! One open GPU ([`Gpu`]), and functions that enqueue calls on the current thread's stream.
+//! One open GPU ([`Gpu`]), and functions that enqueue GPU calls (copies, fills, kernel launches) on
+//! the calling thread's stream.
 use super::bindings::{Address, driver_sys::CUstream};
 use super::context::{GPU_WORK_LABEL, GpuContext};
 use super::error::Result;
@@ -14,8 +15,8 @@ use std::{
     sync::{Arc, MutexGuard},
 };
 
-/// One open GPU: its context, and the GPU calls that are recorded for its main stream but not
-/// issued yet.
+/// One open GPU, with its CUDA context and the GPU calls that are waiting to be issued to its main
+/// stream.
 ///
 /// A thread's calls take effect in their order, in the main stream or in the stream that
 /// [`Gpu::create_thread_stream`] created for the thread.
@@ -45,8 +46,8 @@ impl Drop for Gpu {
 }
 
 impl Gpu {
-    /// Opens the GPU with number `index` among those that the driver shows this process, with an
-    /// empty recording of calls. Fails if the GPU is older than Ampere.
+    /// Opens the GPU with number `index` among the GPUs that the driver shows this process. Fails
+    /// if the GPU is older than Ampere.
     pub(super) fn open(paths: &LibrarySearchPaths, index: usize) -> Result<Arc<Gpu>> {
         Ok(Arc::new(Gpu {
             context: GpuContext::open(paths, index)?,
@@ -55,15 +56,15 @@ impl Gpu {
         }))
     }
 
-    /// Locks the GPU calls that are recorded for CUDA graphs, if calls of this thread are recorded.
-    /// Returns `None` if the calls are issued immediately.
+    /// Locks the list of GPU calls that are recorded to become a CUDA graph, if the calls of this
+    /// thread are recorded. Returns `None` if the calls are issued immediately.
     pub(super) fn lock_if_recording(&self) -> Option<MutexGuard<'_, GraphState>> {
         (self.graphs.is_enabled() && self.current_stream() == self.main_stream)
             .then(|| self.graphs.lock_graph_state())
     }
 
-    /// Issues every recorded but not yet issued call to the GPU, and then runs `f` with the CUDA
-    /// stream of this thread. With graphs on, no other thread uses the main stream meanwhile.
+    /// Issues all recorded GPU calls to the main stream, and then calls `f` with the CUDA stream of
+    /// this thread. With graphs on, no other thread uses the main stream meanwhile.
     pub(super) fn with_flushed_stream<T>(&self, f: impl FnOnce(CUstream) -> T) -> Result<T> {
         self.make_current()?;
         let mut recording = self.lock_if_recording();
@@ -71,8 +72,8 @@ impl Gpu {
         Ok(f(self.current_stream()))
     }
 
-    /// Enqueues a GPU call on this thread's stream: records the call for a later CUDA graph with
-    /// `record` if CUDA graphs are on, otherwise issues it immediately with `issue`.
+    /// Enqueues a GPU call on this thread's stream: records it for a CUDA graph by `record`, or
+    /// issues it immediately by `issue`.
     pub(super) fn enqueue(
         &self,
         record: impl FnOnce(&mut CallBatch),
@@ -89,15 +90,15 @@ impl Gpu {
         }
     }
 
-    /// Makes a GPU call for an op that cannot return an error: returns the call's value, or records
-    /// its error as the GPU's first failure, after which all calls are skipped. Returns `None` if
-    /// the call failed, or was not made because an earlier one failed.
+    /// Makes a GPU call and returns its value; an error is stored as the GPU's first failure, after
+    /// which all later GPU calls are skipped. Returns `None` if the call failed, or was not made
+    /// because an earlier one failed.
     pub(super) fn call_and_record_failure<T>(&self, call: impl FnOnce() -> Result<T>) -> Option<T> {
         if self.status.has_failed() { None } else { self.status.ok_or_record_failure(call()) }
     }
 
-    /// Turns CUDA graphs on or off for the main stream, and issues the calls that were recorded for
-    /// a graph. No other thread may use the stream meanwhile.
+    /// Turns CUDA graphs on or off for the main stream, after all calls that were recorded for a
+    /// graph have been issued. No other thread may use the stream meanwhile.
     pub(super) fn set_graphs_enabled(&self, on: bool) -> Result<()> {
         self.make_current()?;
         self.graphs.lock_graph_state().set_enabled(self, on)
@@ -115,7 +116,7 @@ impl Gpu {
         )
     }
 
-    /// Enqueues a copy of `bytes` from the host to the GPU address `at` on this thread's stream.
+    /// Enqueues a copy of the host bytes `bytes` to the GPU address `at` on this thread's stream.
     ///
     /// If `bytes` is in pinned memory, it is read when the copy runs. The caller must not write or
     /// free it before the copy is complete. Otherwise the driver reads `bytes` before this call
@@ -131,8 +132,8 @@ impl Gpu {
         })?
     }
 
-    /// Copies the GPU memory at address `at` to `bytes` on the host, and blocks until the copy is
-    /// complete.
+    /// Copies `bytes.len()` bytes from the GPU address `at` to the host buffer `bytes`, and blocks
+    /// until the copy is complete.
     pub(super) fn download_blocking(&self, bytes: &mut [u8], at: Address) -> Result<()> {
         if !bytes.is_empty() {
             log_non_kernel_call("copy to the host", &[at, bytes.len() as u64]);

@@ -1,5 +1,5 @@
-//! Queries a GPU's clocks, temperature and power from NVML, NVIDIA's management library
-//! ([`GpuSensorReadings`]), and attributes of the GPU from the driver.
+//! Queries a GPU's clocks, temperature and power from NVIDIA's management library NVML
+//! ([`GpuSensorReadings`]). Also queries attributes of the GPU from the driver.
 use super::backend::Cuda;
 use super::bindings::driver_sys::CUdevice_attribute;
 use super::error::{CudaError, Result};
@@ -18,7 +18,7 @@ const NVML_CLOCK_SM: c_uint = 1;
 const NVML_CLOCK_MEMORY: c_uint = 2;
 /// The number by which NVML identifies a GPU's temperature sensor.
 const NVML_TEMPERATURE_GPU: c_uint = 0;
-/// The reasons with which NVML explains clocks below their maximum, each with its bit and name.
+/// Bit and name of each reason that NVML reports for a GPU clock that runs below its maximum.
 const THROTTLE_REASONS: [(u64, &str); 9] = [
     (0x1, "idle"),
     (0x2, "application clocks"),
@@ -71,8 +71,8 @@ pub enum GpuSensorError {
 
 /// Type of a function of NVML that queries one number of a GPU, such as its power.
 type GetUintFn = unsafe extern "C" fn(*mut c_void, *mut c_uint) -> c_int;
-/// Type of a function of NVML that queries one number of a numbered part of a GPU, such as one of
-/// its clocks.
+/// Type of an NVML function that queries one number of a GPU, selected by a constant, such as the
+/// clock of the memory.
 type GetNumberedUintFn = unsafe extern "C" fn(*mut c_void, c_uint, *mut c_uint) -> c_int;
 
 impl Cuda {
@@ -101,9 +101,9 @@ impl Cuda {
         Ok(unsafe { CStr::from_ptr(id.as_ptr()) }.to_owned())
     }
 
-    /// Returns the names and values of those attributes of the GPU that help to explain its speed
-    /// and which functions of the driver it supports. An attribute that the driver does not know is
-    /// left out.
+    /// Returns the names and values of GPU attributes that explain the GPU's speed, such as clock
+    /// rates, or show which driver functions it supports. An attribute that the driver does not
+    /// know is left out.
     pub fn query_attributes(&self) -> Vec<(String, i32)> {
         use CUdevice_attribute::*;
         let attributes = [

@@ -1,5 +1,5 @@
-//! Turns CUDA graphs on or off, measures whether they are faster, and returns the backend's notices
-//! for the user after a step.
+//! Turns CUDA graphs on or off, measures whether training steps are faster with them, and returns
+//! messages about CUDA graphs for the user.
 use super::backend::Cuda;
 use super::cudnn::CudnnAttention;
 use super::error::CudaError;
@@ -24,8 +24,8 @@ impl Cuda {
         *self.lock_graph_tuner() = Some(GraphUseAutotuner::default());
     }
 
-    /// Returns statistics of CUDA graphs: how many were launched, and how many GPU calls were
-    /// issued one by one.
+    /// Returns counters of the use of CUDA graphs, such as the number of graph launches and of GPU
+    /// calls that were issued one by one.
     pub fn graph_stats(&self) -> GraphStats {
         self.gpu.graphs.lock_graph_state().stats()
     }
@@ -36,9 +36,8 @@ impl Cuda {
         self.graph_autotuner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records the duration of a training step, by which the use of CUDA graphs is decided, and
-    /// returns the next notice for the user about CUDA graphs or cuDNN. Implements
-    /// [`crate::Storage::record_step_duration`].
+    /// Passes the duration of a training step to the measurement of CUDA graphs, and returns the
+    /// next message for the user, if any. Implements [`crate::Storage::record_step_duration`].
     pub(super) fn record_step_and_take_notice(&self, duration: Duration) -> Option<BackendNotice> {
         let mut tuner = self.lock_graph_tuner();
         if let Some(error) = self.gpu.graphs.lock_graph_state().take_disable_reason() {

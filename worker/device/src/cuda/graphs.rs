@@ -1,5 +1,5 @@
-//! Records GPU calls in batches, so that a batch that occurs again is issued with a single launch
-//! of a CUDA graph.
+//! Records GPU calls in batches, so that a repeated batch is issued by one launch of a CUDA graph
+//! instead of many calls.
 //!
 //! With graphs on, kernels, matmuls, fills and copies within the GPU are recorded into a
 //! [`CallBatch`] instead of being issued. A batch ends at [`MAX_BATCH_CALLS`] calls, or at anything
@@ -29,8 +29,8 @@ use std::{
     },
 };
 
-/// Minimum number of recorded GPU calls of which a CUDA graph is made. Shorter batches are issued
-/// call by call.
+/// Minimum number of recorded GPU calls for which a CUDA graph is created. Shorter batches are
+/// issued call by call.
 const MIN_BATCH_CALLS: usize = 4;
 /// Maximum number of GPU calls that are recorded before they are issued as a batch (one by one or
 /// as a CUDA graph). The limit keeps the GPU busy while the next calls are recorded. It also limits
@@ -39,17 +39,18 @@ const MAX_BATCH_CALLS: usize = 64;
 /// Maximum number of cached CUDA graphs. A new graph evicts the one whose last launch is the
 /// longest ago.
 const MAX_GRAPHS: usize = 512;
-/// Maximum number of batches of recorded calls whose hashes are remembered, so that a batch that
-/// occurs again is recognized and becomes a CUDA graph.
+/// Maximum number of stored hashes of call batches, by which a repeated batch is recognized and
+/// becomes a CUDA graph.
 const MAX_SEEN_HASHES: usize = 4096;
-/// Maximum number of batches of recorded calls without a CUDA graph that are kept in full, so that
-/// similar batches can be compared with them.
+/// Maximum number of recorded call sequences without a CUDA graph that are stored to be compared
+/// with later sequences.
 const MAX_UNMATCHED_BATCHES: usize = 256;
-/// Number of CUDA graphs evicted before their second launch from which on no more graphs are
-/// created, because the recorded calls do not repeat.
+/// When this many CUDA graphs have been evicted after at most one launch, no more graphs are
+/// created.
 const MAX_WASTED_GRAPHS: usize = 64;
 
-/// Statistics of CUDA graphs: how many GPU calls were issued in graphs and how many one by one.
+/// Counters of CUDA graphs: cached graphs, launches, GPU calls that launches replaced, and GPU
+/// calls that were issued one by one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GraphStats {
     /// True if CUDA graphs are on now.
@@ -66,7 +67,8 @@ pub struct GraphStats {
     pub direct_calls: u64,
 }
 
-/// The GPU calls recorded for the main stream, and the CUDA graphs that replace repeated calls.
+/// The GPU calls that are recorded for the main stream but not issued yet, and the CUDA graphs that
+/// are launched in place of repeated calls.
 pub(super) struct MainStreamGraphs {
     /// True if CUDA graphs are on for the main stream. The graph state has the same flag.
     on: Arc<AtomicBool>,
@@ -85,8 +87,8 @@ struct CachedGraph {
     launches: u64,
 }
 
-/// The lock-protected state of [`MainStreamGraphs`]: GPU calls recorded for the main stream, cached
-/// CUDA graphs, and scratch memory of the main stream.
+/// The state behind the mutex of [`MainStreamGraphs`]: recorded GPU calls, cached CUDA graphs, and
+/// scratch memory, all of the main stream.
 #[derive(Default)]
 pub(super) struct GraphState {
     on: Arc<AtomicBool>,
@@ -135,7 +137,8 @@ impl MainStreamGraphs {
         self.calls.load(Relaxed)
     }
 
-    /// Adds one to the number of enqueued GPU calls.
+    /// Adds one to the number of GPU calls that were enqueued so far, from which the mean duration
+    /// of a call is computed.
     pub(super) fn count_call(&self) {
         self.calls.fetch_add(1, Relaxed);
     }
@@ -160,22 +163,22 @@ impl GraphState {
         flushed
     }
 
-    /// Drops the recorded GPU calls and the CUDA graphs, because the GPU is closed. Recorded calls
-    /// are not issued, because the memory to which they would write has been freed.
+    /// Drops all recorded GPU calls and destroys all CUDA graphs when the GPU is being closed.
+    /// Recorded calls are not issued, because the memory to which they would write has been freed.
     pub(super) fn discard_calls_and_graphs(&mut self, gpu: &GpuContext) {
         self.batch.clear();
         self.destroy_graphs(gpu);
         self.release_idle_blocks(gpu);
     }
 
-    /// Returns the error because of which CUDA graphs were turned off, at the first call only;
+    /// Returns the error that turned CUDA graphs off, and clears it, so that it is reported once;
     /// `None` if there was no error.
     pub(super) fn take_disable_reason(&mut self) -> Option<CudaError> {
         self.disable_reason.take()
     }
 
-    /// Returns statistics of CUDA graphs: how many were launched, and how many GPU calls were
-    /// issued one by one.
+    /// Returns counters of the use of CUDA graphs, such as the number of graph launches and of GPU
+    /// calls that were issued one by one.
     pub(super) fn stats(&self) -> GraphStats {
         GraphStats { enabled: self.is_enabled(), cached_graphs: self.graphs.len(), ..self.stats }
     }
@@ -195,16 +198,16 @@ impl GraphState {
         issued
     }
 
-    /// Issues every recorded GPU call to the main stream, and stores an error, if one occurs, for
-    /// the next caller that can return it. The next flush returns the error.
+    /// Issues every recorded GPU call to the main stream on behalf of a caller that cannot return
+    /// errors, and stores an error for later. The next flush returns the error.
     pub(super) fn flush_deferring_error(&mut self, gpu: &GpuContext) {
         if let Err(error) = self.flush_batch(gpu) {
             self.deferred_error = Some(error);
         }
     }
 
-    /// Issues the recorded GPU calls if their number has reached the maximum, or if CUDA graphs are
-    /// off.
+    /// Issues the recorded GPU calls if there are at least [`MAX_BATCH_CALLS`] of them, or if CUDA
+    /// graphs are off.
     pub(super) fn flush_batch_if_full(&mut self, gpu: &GpuContext) -> Result<()> {
         if self.batch.len() >= MAX_BATCH_CALLS || !self.is_enabled() { self.flush_batch(gpu) } else { Ok(()) }
     }
@@ -223,8 +226,8 @@ impl GraphState {
         if has_graph && self.launch_graph(gpu, hash) { Ok(()) } else { self.issue_calls_one_by_one(gpu) }
     }
 
-    /// Captures a CUDA graph of the recorded calls, or updates the graph of a similar batch of
-    /// calls, if that is worth its cost. Returns false if the calls must be issued one by one.
+    /// Captures a CUDA graph of the recorded GPU calls, or updates an existing graph for them, if
+    /// that is likely to be faster. Returns false if the calls must be issued one by one.
     ///
     /// If the batch has occurred before, a new graph is captured. Otherwise, if a graph exists for
     /// a similar batch (one with an equal structure hash), that graph is updated. Otherwise, a new
@@ -248,8 +251,8 @@ impl GraphState {
         self.wasted_graphs < MAX_WASTED_GRAPHS && self.capture_graph(gpu, hash, structure_hash)
     }
 
-    /// Stores the recorded batch of calls, for which no CUDA graph was made, so that a similar
-    /// batch can be recognized and compared with it later.
+    /// Stores the recorded GPU calls, for which no CUDA graph exists, so that a later, similar call
+    /// sequence can be compared with them.
     fn remember_unmatched_batch(&mut self, structure_hash: u64) {
         if self.unmatched_batches.len() >= MAX_UNMATCHED_BATCHES {
             self.unmatched_batches.clear(); // the next step fills it again
@@ -257,8 +260,9 @@ impl GraphState {
         self.unmatched_batches.insert(structure_hash, self.batch.clone());
     }
 
-    /// Updates the CUDA graph of a similar batch of calls so that it executes the recorded calls.
-    /// Returns false if too many calls differ or the driver cannot update the graph.
+    /// Updates the existing CUDA graph of a similar batch of calls, so that the graph executes the
+    /// calls that are recorded now. Returns false if too many calls differ or the driver cannot
+    /// update the graph.
     fn update_similar_graph(&mut self, gpu: &GpuContext, similar: u64, hash: u64) -> bool {
         let Some(cached) = self.graphs.get(&similar) else { return false };
         let changed = cached.batch.find_changed_kernels(&self.batch);
@@ -298,8 +302,9 @@ impl GraphState {
         false
     }
 
-    /// Launches the cached CUDA graph that replaces the batch of calls with the hash `hash`. If the
-    /// driver cannot launch it, turns graphs off and returns false.
+    /// Launches the cached CUDA graph of the recorded calls, which is found by the calls' hash
+    /// `hash`, and returns whether this succeeded. If the driver cannot launch it, turns graphs off
+    /// and returns false.
     fn launch_graph(&mut self, gpu: &GpuContext, hash: u64) -> bool {
         let Some(cached) = self.graphs.get_mut(&hash) else { return false };
         if let Err(error) = cached.graph.launch(gpu) {
@@ -345,9 +350,9 @@ impl GraphState {
         }
     }
 
-    /// Allocates `bytes` bytes of scratch memory for the main stream, in blocks of GPU memory that
-    /// are reserved for this purpose, or in a new block. Returns `None` if the GPU has no memory
-    /// left for another block.
+    /// Allocates `bytes` bytes of scratch memory for the main stream, if necessary from a newly
+    /// allocated block of GPU memory. Returns `None` if the GPU has no memory left for another
+    /// block.
     pub(super) fn allocate_scratch(&mut self, gpu: &GpuContext, bytes: usize) -> Result<Option<Address>> {
         if let Some(at) = self.arena.allocate(bytes) {
             return Ok(Some(at));
@@ -376,8 +381,8 @@ impl GraphState {
         }
     }
 
-    /// Gives the unused blocks of scratch memory, in which nothing is allocated, back to the memory
-    /// pool of the driver.
+    /// Returns those blocks of scratch memory in which nothing is allocated to the driver's memory
+    /// pool.
     pub(super) fn release_idle_blocks(&mut self, gpu: &GpuContext) {
         let idle = self.arena.take_idle_blocks();
         if !idle.is_empty() {
@@ -410,8 +415,8 @@ impl GraphState {
     }
 }
 
-/// Returns whether updating a CUDA graph for `batch`, the recorded calls, is cheaper than issuing
-/// the calls one by one. `changed` are the indices of the kernels that differ.
+/// Returns whether updating a CUDA graph for the recorded calls `batch` is likely to be cheaper
+/// than issuing the calls one by one. `changed` are the indices of the kernels that differ.
 fn is_worth_updating(changed: &[usize], batch: &CallBatch) -> bool {
     3 * changed.len() <= batch.len()
 }

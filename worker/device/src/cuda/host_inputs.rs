@@ -1,5 +1,5 @@
-//! [`HostInputCache`]: keeps integer inputs of kernels (tokens, labels, document starts) on the
-//! GPU, so that unchanged inputs are not uploaded again.
+//! Keeps copies of integer inputs of kernels (tokens, labels, document starts) on the GPU
+//! ([`HostInputCache`]), so that an input is uploaded only if it has changed.
 //!
 //! An input has a name and keeps its GPU address from one micro-batch to the next. Kernels that
 //! read the input are therefore launched with the same arguments each time, which CUDA graphs need.
@@ -12,19 +12,20 @@ use super::memory::DeviceMemory;
 use super::pinned_memory::PinnedRing;
 use std::{collections::HashMap, sync::Arc};
 
-/// Maximum number of kernel inputs with equal names and sizes (such as the labels of two batches)
-/// of which copies are kept on the GPU. More than one copy is needed if layers alternate between
+/// Maximum number of copies with different contents that the GPU keeps of a kernel input with one
+/// name and size, such as the labels. More than one copy is needed if layers alternate between
 /// inputs.
 const MAX_SLOTS_PER_INPUT: usize = 4;
-/// Number of consecutive uploads that replace an input by the one overwritten before, after which
-/// one more copy is kept on the GPU, so that both stay there.
+/// How many times in a row an upload must restore the content that the previous upload has
+/// overwritten before another copy is kept on the GPU.
 const ALTERNATIONS_BEFORE_NEW_SLOT: u32 = 2;
 /// Minimum size in bytes of the GPU memory in which a copy of one kernel input is kept. Sizes are
 /// powers of two.
 const MIN_SLOT_BYTES: usize = 256;
 
-/// The integer inputs that one thread uploaded for kernels in one stream, and their copies on the
-/// GPU. Streams do not share a cache, because an upload in one stream is not visible in another.
+/// Copies on the GPU of the integer inputs, such as tokens and labels, that one thread has uploaded
+/// for kernels in one stream. Streams do not share a cache, because an upload in one stream is not
+/// visible in another.
 #[derive(Default)]
 pub(super) struct HostInputCache {
     /// The GPU memory for inputs (slots), by the inputs' name and the size of a slot in bytes.
@@ -33,8 +34,8 @@ pub(super) struct HostInputCache {
     ring: PinnedRing,
 }
 
-/// The GPU memory for copies of several kernel inputs with equal names and sizes, and the content
-/// of these copies.
+/// The copies on the GPU of a kernel input with one name and size, each with its content in host
+/// memory.
 #[derive(Default)]
 struct InputSlots {
     /// GPU memory of each slot, and a copy of the slot's content.
@@ -48,8 +49,8 @@ struct InputSlots {
 }
 
 impl HostInputCache {
-    /// Uploads `input`, the content of the kernel input called `name`, unless a copy on the GPU
-    /// already has this content. Returns the GPU address of the copy, which is valid until another
+    /// Uploads `input`, the content of the kernel input `name`, to the GPU if no copy on the GPU
+    /// has this content already. Returns the GPU address of the copy, which is valid until another
     /// input of this name is uploaded. The address of an empty input is 0.
     pub(super) fn upload_if_changed(
         &mut self,

@@ -1,5 +1,5 @@
-//! Logs the last calls that this process has enqueued on GPUs in a file (the launch log), which
-//! another process can read after a crash or a hang of this one.
+//! Writes the latest GPU calls of this process to a file (the launch log) that another process can
+//! read after a crash or hang.
 //!
 //! The log is a ring of entries in memory that is mapped from the file. Enqueuing a call writes an
 //! entry of a few words, and nothing is formatted before the log is read.
@@ -19,33 +19,37 @@ use std::{
     },
 };
 
-/// The number of entries (one for each GPU call) of the launch log, in which a new entry overwrites
-/// the oldest one.
+/// Number of GPU calls in the launch log (a file with a process's latest GPU calls); a new call
+/// overwrites the oldest one.
 const ENTRY_COUNT: usize = 64;
-/// The number of 64-bit words of an entry (one GPU call) of the launch log.
+/// Number of 64-bit words per GPU call in the launch log, a file with a process's latest GPU calls.
 const ENTRY_WORDS: usize = 64;
-/// The number of 64-bit words of an entry of the launch log that contain the call's name.
+/// Number of 64-bit words for the name of a GPU call in the launch log, a file with a process's
+/// latest GPU calls.
 const NAME_WORDS: usize = 8;
-/// The index of the first word of a call's arguments in an entry of the launch log. The words
-/// before are the number of the call, its name, and four words of the launch configuration.
+/// Index of the first argument among the 64-bit words that describe a GPU call in the launch log.
+/// The words before are the number of the call, its name, and four words of the launch
+/// configuration.
 const FIRST_ARGUMENT_WORD: usize = 1 + NAME_WORDS + 4;
-/// The number of 64-bit words of a call's arguments that an entry of the launch log can contain.
+/// Maximum number of 64-bit words for the arguments of a GPU call in the launch log.
 const MAX_ARGUMENT_WORDS: usize = ENTRY_WORDS - FIRST_ARGUMENT_WORD;
 /// The size in bytes of the file of the launch log.
 const LOG_BYTES: usize = ENTRY_COUNT * ENTRY_WORDS * size_of::<u64>();
 
-/// The launch log of this process (its last GPU calls in a file), once it has been opened.
+/// The launch log of this process, a file with its latest GPU calls; empty until
+/// [`log_launches_to`] opens the file.
 static LAUNCH_LOG: OnceLock<LaunchLog> = OnceLock::new();
 
-/// A launch log, in which a process stores its last GPU calls: the memory mapping of its file.
+/// The memory-mapped file (launch log) in which this process stores its latest GPU calls, with the
+/// number of calls so far.
 struct LaunchLog {
     memory: MmapRaw,
     /// The number of calls that have been logged.
     calls: AtomicU64,
 }
 
-/// Logs the calls that this process enqueues on GPUs from now on in the file `file`, which
-/// [`read_launch_log`] reads. Later calls of this function have no effect.
+/// Opens `file` as the launch log of this process, to which all later GPU calls of the process are
+/// written. Later calls of this function have no effect.
 pub fn log_launches_to(file: &File) -> io::Result<()> {
     file.set_len(LOG_BYTES as u64)?;
     let memory = MmapRaw::map_raw(file)?;
@@ -54,14 +58,15 @@ pub fn log_launches_to(file: &File) -> io::Result<()> {
 }
 
 impl LaunchLog {
-    /// Returns the 64-bit words of all entries of the launch log, as stored in its file.
+    /// Returns the content of the launch log (the memory-mapped file with the latest GPU calls) as
+    /// 64-bit words.
     fn words(&self) -> &[AtomicU64] {
         // SAFETY: the mapping has this size, is aligned to pages, and lives as long as self. It is
         // only accessed with atomic operations.
         unsafe { std::slice::from_raw_parts(self.memory.as_mut_ptr().cast(), ENTRY_COUNT * ENTRY_WORDS) }
     }
 
-    /// Writes an entry for one GPU call to the launch log, in place of the oldest entry.
+    /// Writes the description of one GPU call to the launch log, in place of the oldest call.
     fn write_entry(&self, name: &[u8], config: LaunchConfig, arguments: impl Iterator<Item = u64>) {
         let number = self.calls.fetch_add(1, Relaxed);
         let first = number as usize % ENTRY_COUNT * ENTRY_WORDS;
@@ -89,8 +94,8 @@ impl LaunchLog {
     }
 }
 
-/// Writes the launch of a kernel with its arguments to this process's launch log (a file with its
-/// last GPU calls), if it has one.
+/// Writes the name, launch configuration and arguments of a kernel launch to the launch log of this
+/// process, if one is open.
 pub(super) fn log_kernel(name: &[u8], config: LaunchConfig, arguments: &[&dyn KernelArg]) {
     let Some(log) = LAUNCH_LOG.get() else { return };
     let words = arguments.iter().flat_map(|argument| {
@@ -107,8 +112,8 @@ pub(super) fn log_kernel(name: &[u8], config: LaunchConfig, arguments: &[&dyn Ke
     log.write_entry(name, config, words);
 }
 
-/// Writes a GPU call that is not a kernel launch, such as a matmul, to this process's launch log (a
-/// file with its last GPU calls), if it has one.
+/// Writes a GPU call other than a kernel launch, such as a matmul, to the launch log of this
+/// process, if one is open.
 pub(super) fn log_non_kernel_call(name: &'static str, numbers: &[u64]) {
     if let Some(log) = LAUNCH_LOG.get() {
         let config = LaunchConfig { grid: [0; 3], block: [0; 3], shared: 0 };
@@ -116,8 +121,8 @@ pub(super) fn log_non_kernel_call(name: &'static str, numbers: &[u64]) {
     }
 }
 
-/// Reads the launch log of another process from its file, and describes each call, the latest one
-/// last. Returns nothing if that process has logged no call.
+/// Reads the launch log (the latest GPU calls) of another process from its file, and returns one
+/// line of text per call, oldest first. Returns nothing if that process has logged no call.
 pub fn read_launch_log(path: &Path) -> io::Result<Vec<String>> {
     let mut bytes = Vec::new();
     File::open(path)?.take(LOG_BYTES as u64).read_to_end(&mut bytes)?;
@@ -128,9 +133,8 @@ pub fn read_launch_log(path: &Path) -> io::Result<Vec<String>> {
     Ok(entries.into_iter().map(describe_entry).collect())
 }
 
-/// Describes an entry of a launch log as a line of text: the number of the GPU call, its name,
-/// launch configuration and arguments. Small numbers are decimal, and others, such as addresses,
-/// are hexadecimal.
+/// Formats a call in a launch log as a line of text with its number, name, launch configuration and
+/// arguments. Small numbers are decimal, and others, such as addresses, are hexadecimal.
 fn describe_entry(entry: &[u64]) -> String {
     let name: Vec<u8> = entry[1..=NAME_WORDS].iter().flat_map(|word| word.to_le_bytes()).collect();
     let name = String::from_utf8_lossy(name.split(|byte| *byte == 0).next().unwrap_or_default()).into_owned();

@@ -16,8 +16,8 @@ pub fn check_driver_and_libraries(paths: &LibrarySearchPaths) -> Result<()> {
     Ok(())
 }
 
-/// Returns the name of each library that training on a GPU opens, with its version and path or the
-/// error of opening it. cuDNN is optional.
+/// Returns the name, version and path of each library that training on a GPU needs, or the error of
+/// opening the library. cuDNN is optional.
 pub fn query_library_versions(paths: &LibrarySearchPaths) -> [(&'static str, Result<(String, PathBuf)>); 4] {
     let driver = properties::query_driver_version(paths);
     let paths =
@@ -35,8 +35,8 @@ pub fn query_library_versions(paths: &LibrarySearchPaths) -> [(&'static str, Res
     ]
 }
 
-/// Compiles every kernel source that GPUs of an architecture such as `sm_90` can run, and returns
-/// the file name and image of each source. This needs NVRTC and no GPU.
+/// Compiles every CUDA source file that supports the GPU architecture `architecture`, such as
+/// `sm_90`, and returns the files' names and compiled kernels (cubin). This needs NVRTC and no GPU.
 pub fn compile_kernel_sources(
     paths: &LibrarySearchPaths,
     architecture: &str,

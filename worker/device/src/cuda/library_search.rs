@@ -7,8 +7,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Directories in which CUDA's libraries are searched for, in addition to the directories of the
-/// system.
+/// Directories in which CUDA's libraries (NVRTC, cuBLASLt, cuDNN) are searched for, in addition to
+/// the directories of the operating system.
 #[derive(Clone, Debug, Default)]
 pub struct LibrarySearchPaths {
     /// Directories from the job file. They are searched first.
@@ -42,8 +42,8 @@ const DEFAULT_TOOLKIT_ROOTS: [&str; 3] = ["/usr/local/cuda", "/usr/local/cuda-13
 /// Maximum number of entries that are read from a directory that may contain CUDA's libraries.
 const MAX_DIRECTORY_ENTRIES: usize = 4096;
 
-/// Text that stands for the dynamic loader's directories in the list of searched directories of an
-/// error.
+/// The words for the dynamic loader's directories in an error that lists where a library was
+/// searched for.
 const DYNAMIC_LOADER_LABEL: &str = "the dynamic loader's directories";
 
 /// An opened library, and the path at which it was found.
@@ -61,14 +61,14 @@ fn parse_major_version(file_name: &str) -> Option<u32> {
 }
 
 impl LibrarySearchPaths {
-    /// Returns these search paths, restricted to versions of libraries that work with a driver for
-    /// the CUDA version `major`.
+    /// Returns a copy of these search paths that rejects libraries for a newer major version of
+    /// CUDA than `major`, the version of the driver.
     pub(super) fn with_driver_version(&self, major: u32) -> LibrarySearchPaths {
         LibrarySearchPaths { driver_cuda_major: Some(major), ..self.clone() }
     }
 
-    /// Divides the library's file names into those of versions that the driver can use and those of
-    /// versions that are too new for it, each list best first.
+    /// Divides the file names of `library` into versions that work with the installed driver and
+    /// versions that are too new for the driver, best first.
     fn partition_file_names_by_driver(&self, library: CudaLibrary) -> (Vec<&'static str>, Vec<&'static str>) {
         let newest = Some(self.driver_cuda_major.unwrap_or(u32::MAX));
         library.file_names().iter().partition(|name| parse_major_version(name) <= newest)
@@ -134,8 +134,8 @@ impl LibrarySearchPaths {
         })
     }
 
-    /// Returns a description of the library file at `path` as rejected because its version is too
-    /// new for the driver, or `None` if there is no such file.
+    /// Returns the library file at `path` with the reason that it is too new for the driver, or
+    /// `None` if the file does not exist.
     fn find_too_new_file(&self, path: PathBuf) -> Option<RejectedLibrary> {
         let driver_cuda_major = self.driver_cuda_major.filter(|_| path.exists())?;
         Some(RejectedLibrary { path, reason: RejectReason::NewerThanDriver { driver_cuda_major } })
@@ -188,8 +188,8 @@ fn open_library_file(path: &Path, rejected: &mut Vec<RejectedLibrary>) -> Option
     }
 }
 
-/// Opens the library `libnvrtc-builtins` from the directory of `path` if `path` is NVRTC, which
-/// needs that library. The library stays open as long as the process lives.
+/// Opens the library `libnvrtc-builtins` from the directory of `path` if `path` is the library
+/// NVRTC, which needs it. The library stays open as long as the process lives.
 ///
 /// NVRTC opens `libnvrtc-builtins` by its bare file name. If the library is not in a directory of
 /// the dynamic loader, this only works if the library is already open.

@@ -40,9 +40,8 @@ pub const MATMUL_WORKSPACE_BYTES: usize = 32 << 20;
 /// dropped, and created again when they are needed.
 const MAX_PLANS: usize = 4096;
 
-/// The plans (algorithms and descriptors) of matmuls, by the properties of the matmul, and by
-/// whether one of its sizes is rounded to a size bucket in them. The value is `None` where the
-/// library has no algorithm.
+/// The algorithms chosen for matmuls, by the sizes and types of the matmul and by whether one size
+/// varies and was rounded up. The value is `None` where the library has no algorithm.
 type MatmulPlans = HashMap<(Key, bool), Option<Arc<MatmulPlan>>>;
 
 /// The opened cuBLASLt library, and the plans (algorithms and descriptors) of the matmuls that were
@@ -110,8 +109,8 @@ impl CublasLt {
         gpu.retry_if_out_of_memory(|| self.prepare(gpu, matmul)).map(|prepared| prepared.is_some())
     }
 
-    /// Returns the GPU address of the workspace that the matmuls of this thread's stream share,
-    /// after enlarging it to at least `bytes` bytes if necessary.
+    /// Returns the GPU address of the workspace for matmuls on this thread's stream, after
+    /// enlarging it to `bytes` bytes if necessary.
     fn reserve_workspace(&self, gpu: &Arc<Gpu>, bytes: usize) -> Result<Address> {
         if bytes == 0 {
             return Ok(0);
@@ -128,9 +127,8 @@ impl CublasLt {
         Ok(address)
     }
 
-    /// Finds the plan (algorithm and descriptors) for a matmul, and returns the matmul ready to be
-    /// issued, except that its workspace is not allocated. Returns `None` if the library has no
-    /// algorithm.
+    /// Chooses the algorithm for a matmul and returns the matmul ready to be issued, but without
+    /// the GPU memory for its workspace. Returns `None` if the library has no algorithm.
     ///
     /// The algorithm for a varying size is the one for its size bucket. Where the library rejects
     /// that algorithm for the actual size, the algorithm for exactly this matmul is used, and not
@@ -155,9 +153,9 @@ impl CublasLt {
         Ok(plan.and_then(|plan| prepared(plan.clone(), plan.layouts.clone(), plan.workspace)))
     }
 
-    /// Returns how many bytes of workspace the algorithm of `plan` needs for operands with the
-    /// sizes and strides that `layouts` describes. Returns `None` if the algorithm cannot compute
-    /// the matmul.
+    /// Returns how many bytes of workspace the algorithm of `plan` needs for matrices with the
+    /// sizes, strides and types in `layouts`. Returns `None` if the algorithm cannot compute the
+    /// matmul.
     fn query_algorithm_workspace(&self, plan: &MatmulPlan, layouts: &MatrixLayouts) -> Option<usize> {
         let [first, second, result] = layouts.handles;
         let mut checked = MaybeUninit::zeroed();
@@ -179,8 +177,9 @@ impl CublasLt {
         (status == 0 && workspace <= MATMUL_WORKSPACE_BYTES).then_some(workspace)
     }
 
-    /// Returns the stored plan (algorithm and descriptors) for the key of a matmul, or creates and
-    /// stores it at the first request. Returns `None` if the library has no algorithm.
+    /// Returns the algorithm and descriptors that are stored for matmuls with the properties `key`,
+    /// or chooses and stores them at the first request. Returns `None` if the library has no
+    /// algorithm.
     fn get_or_create_plan(
         &self,
         gpu: &Arc<Gpu>,
@@ -200,8 +199,8 @@ impl CublasLt {
         Ok(plan)
     }
 
-    /// Returns which algorithm of cuBLASLt computes each matmul that was requested so far, ordered
-    /// by the description of the matmul.
+    /// Returns for each matmul that was requested so far the cuBLASLt algorithm that computes it,
+    /// ordered by the text that describes the matmul.
     pub(super) fn describe_plans(&self) -> Vec<MatmulPlanReport> {
         let plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
         let reports = plans.iter().map(|((key, _), plan)| MatmulPlanReport {
@@ -216,9 +215,9 @@ impl CublasLt {
         reports
     }
 
-    /// Creates the plan (algorithm and descriptors) for a matmul with the sizes that `key`
-    /// contains. Times the algorithms if autotuning is enabled and no size varies. Returns `None`
-    /// if the library has no algorithm.
+    /// Chooses cuBLASLt's algorithm for a matmul with the sizes in `key`, and returns it with
+    /// cuBLASLt's descriptors of the matmul. Times the algorithms if autotuning is enabled and no
+    /// size varies. Returns `None` if the library has no algorithm.
     fn create_plan(&self, gpu: &Arc<Gpu>, matmul: &Matmul, key: &Key) -> Result<Option<MatmulPlan>> {
         let lt = &self.lt.library;
         let [m, n, k, ..] = key.sizes;
@@ -298,8 +297,8 @@ impl CublasLt {
         Ok(candidates.filter(|one| one.workspace <= MATMUL_WORKSPACE_BYTES).collect())
     }
 
-    /// Runs a matmul several times with the algorithm `candidate`, and returns the GPU time of all
-    /// timed runs together, in seconds. Returns `None` if the algorithm fails, or if there is no
+    /// Runs a matmul several times with the algorithm `candidate`, and returns the total GPU time
+    /// of the timed runs in seconds. Returns `None` if the algorithm fails, or if there is no
     /// memory to try it.
     ///
     /// If `matmul.add` is true, the runs write to temporary memory, and `c` keeps its content.

@@ -21,21 +21,21 @@ pub(super) struct MatmulOperand {
 }
 
 impl MatmulOperand {
-    /// Creates an operand of a matmul from a view in GPU memory that has rows of `stride` elements.
-    /// Panics if the view is in host memory.
+    /// Creates a matmul operand from a matrix in GPU memory whose rows begin `stride` elements
+    /// apart. Panics if the view is in host memory.
     #[track_caller]
     pub(super) fn from_rows(v: View, stride: usize) -> Self {
         MatmulOperand { at: gpu_address(v), dtype: v.dtype(), stride, transposed: false }
     }
 
-    /// Creates an operand of a matmul from a view in GPU memory that is stored transposed, in rows
-    /// of `stride` elements. Panics if the view is in host memory.
+    /// Creates a matmul operand from the transpose of a matrix in GPU memory whose stored rows
+    /// begin `stride` elements apart. Panics if the view is in host memory.
     #[track_caller]
     pub(super) fn from_transposed(v: View, stride: usize) -> Self {
         MatmulOperand { transposed: true, ..Self::from_rows(v, stride) }
     }
 
-    /// Returns the operand's address and layout in the form that [`Matmul`] takes, without its
+    /// Returns the operand's address, row stride and transposition as a [`MatrixRef`], without the
     /// element type.
     pub(super) fn to_matrix_ref(self) -> MatrixRef {
         MatrixRef { at: self.at, stride: self.stride, transposed: self.transposed }
@@ -70,8 +70,8 @@ pub(super) fn matmul(
     matmul_with_varying_size(cuda, [c, a, b], sizes, write, None);
 }
 
-/// Computes the matmul `c[m, n] (=|+=) a[m, k] · b[k, n]` on the GPU, where the size `varying` (`m`
-/// or `k`), if given, differs from call to call.
+/// Computes the matmul `c[m, n] (=|+=) a[m, k] · b[k, n]` on the GPU; `varying` names the size that
+/// changes from call to call, if any.
 pub(super) fn matmul_with_varying_size(
     cuda: &Cuda,
     operands: [MatmulOperand; 3],
@@ -124,7 +124,8 @@ fn matmul_with_operand_type(
     true
 }
 
-/// Returns the element type to which a matmul's operands of the types `a` and `b` are converted.
+/// Returns the element type in which operands of the types `a` and `b` are multiplied: the common
+/// type, bf16 for f32 with bf16, otherwise f32.
 fn select_operand_type(a: Dtype, b: Dtype) -> Dtype {
     match (a, b) {
         _ if a == b => a,
@@ -162,9 +163,9 @@ pub(super) fn matmul_with_bias(
     if cuda.has_matmul_algorithm(&request) { cuda.enqueue_matmul(&request) } else { run_separately() }
 }
 
-/// Handles a matmul of which `m`, `n` or `k` is 0, without cuBLASLt: zeroes the result `c` if only
-/// `k` is 0, unless `write` is [`WriteMode::Accumulate`]. Returns true if a size is 0, otherwise
-/// returns false without doing anything.
+/// Completes a matmul without cuBLASLt if `m`, `n` or `k` is 0: writes zeros to `c` if `k` is 0 and
+/// `write` overwrites `c`. Returns true if a size is 0, otherwise returns false without doing
+/// anything.
 pub(super) fn finish_empty_matmul(
     cuda: &Cuda,
     c: MatmulOperand,
@@ -178,8 +179,8 @@ pub(super) fn finish_empty_matmul(
     len == 0 || k == 0
 }
 
-/// Runs the matmul function `run`, which can write only f32, and stores the `len` elements of its
-/// result in `c`, which may have another type.
+/// Stores a matmul in `c`, which may have any element type, although the function `run` that
+/// computes the matmul can write only f32.
 ///
 /// `run` receives f32 scratch memory with the layout of `c`, and the flag `add`. If `add` is false,
 /// `run` must overwrite the scratch memory with the matmul. If `add` is true, the scratch memory
@@ -201,10 +202,10 @@ pub(super) fn run_with_f32_result(
     convert_elements(cuda, c.to_tensor_arg(), sum.to_tensor_arg(), len);
 }
 
-/// Converts the matmul operand `x` to the element type `dtype`, in new GPU memory unless it has
-/// that type already. Returns the converted operand, and the GPU memory that contains the converted
-/// elements. The caller must keep that memory until the matmul is enqueued. Returns `x` itself and
-/// no memory if `x` has the type already.
+/// Converts the matmul operand `x` to the element type `dtype` in newly allocated GPU memory.
+/// Returns the converted operand, and the GPU memory that contains the converted elements. The
+/// caller must keep that memory until the matmul is enqueued. Returns `x` itself and no memory if
+/// `x` has the type already.
 fn convert_operand(
     cuda: &Cuda,
     x: MatmulOperand,

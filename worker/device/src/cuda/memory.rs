@@ -1,13 +1,14 @@
-//! GPU memory that is allocated and freed in the order of a stream ([`DeviceMemory`]).
+//! GPU memory ([`DeviceMemory`]) whose allocation and release take effect in the order of a
+//! stream's work, without blocking the host.
 use super::bindings::{Address, driver_sys::CUresult};
 use super::error::{CudaError, Result};
 use super::gpu::Gpu;
 use std::sync::{Arc, atomic::Ordering::Relaxed};
 
 impl Gpu {
-    /// Allocates uninitialized GPU memory, which work enqueued on this thread's stream from now on
-    /// may use. A request for no bytes allocates nothing. Fails with [`CudaError::OutOfMemory`] if
-    /// the memory is full, also after free memory of the pool was returned to the system.
+    /// Allocates uninitialized GPU memory for work that is enqueued on this thread's stream after
+    /// this call. A request for no bytes allocates nothing. Fails with [`CudaError::OutOfMemory`]
+    /// if the memory is full, also after free memory of the pool was returned to the system.
     pub(super) fn allocate(self: &Arc<Self>, bytes: usize) -> Result<DeviceMemory> {
         if bytes == 0 {
             return Ok(DeviceMemory::empty(self));
@@ -36,10 +37,10 @@ impl Gpu {
         Ok(DeviceMemory { gpu: self.clone(), at: result?, bytes, is_scratch: false })
     }
 
-    /// Allocates uninitialized GPU memory for the duration of one op, from the scratch memory of
-    /// the main stream if the op runs there. The memory must be dropped in the stream in which it
-    /// is used. With CUDA graphs on, the same sequence of requests in the main stream gets the same
-    /// addresses.
+    /// Allocates uninitialized GPU memory for temporary results of one operation; on the main
+    /// stream, it comes from blocks that are reserved for this purpose. The memory must be dropped
+    /// in the stream in which it is used. With CUDA graphs on, the same sequence of requests in the
+    /// main stream gets the same addresses.
     pub(super) fn allocate_scratch(self: &Arc<Self>, bytes: usize) -> Result<DeviceMemory> {
         if bytes > 0
             && let Some(mut state) = self.lock_if_recording()
@@ -52,8 +53,8 @@ impl Gpu {
         self.allocate(bytes)
     }
 
-    /// Frees memory that [`Gpu::allocate`] returned, as soon as the work that this thread has
-    /// enqueued on its stream so far is complete.
+    /// Frees GPU memory that [`Gpu::allocate`] returned, once all work that is now enqueued on this
+    /// thread's stream is complete.
     pub(super) fn free(&self, at: Address, bytes: usize) {
         if self.make_current().is_ok() {
             let mut recording = self.lock_if_recording();
@@ -108,7 +109,7 @@ impl DeviceMemory {
         self.bytes
     }
 
-    /// Creates an empty range of GPU memory, which ops get instead of memory after a GPU call has
+    /// Creates an empty range of GPU memory (length 0), which operations get after a GPU call has
     /// failed. Their GPU calls are skipped, so they need no memory.
     pub(super) fn empty(gpu: &Arc<Gpu>) -> DeviceMemory {
         DeviceMemory { gpu: gpu.clone(), at: 0, bytes: 0, is_scratch: false }

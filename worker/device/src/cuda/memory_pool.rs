@@ -32,8 +32,8 @@ impl GpuContext {
         Ok(at)
     }
 
-    /// Allocates `bytes` bytes of GPU memory for work that is enqueued on `stream` from now on,
-    /// from the driver's memory pool or, on a GPU without pools, from blocks kept for reuse.
+    /// Allocates `bytes` bytes of GPU memory for later work on `stream`, from the driver's memory
+    /// pool if the GPU has one, otherwise from cached blocks.
     fn allocate_in_stream_order(&self, bytes: usize, stream: CUstream) -> Result<Address> {
         let mut at = 0;
         let Some(cache) = &self.block_cache else {
@@ -77,8 +77,8 @@ impl GpuContext {
         let _ = unsafe { (self.driver.cuMemFreeAsync)(at, stream) };
     }
 
-    /// Returns free GPU memory to the operating system: that of the driver's memory pool, or the
-    /// blocks kept for reuse on a GPU without pools. All work that uses that memory must be
+    /// Returns free GPU memory to the operating system, from the driver's memory pool or, on a GPU
+    /// without pools, from the blocks kept for reuse. All work that uses that memory must be
     /// complete.
     pub(super) fn trim_pool(&self) -> Result<()> {
         if self.block_cache.is_some() {
@@ -96,8 +96,9 @@ impl GpuContext {
         self.peak_allocated_bytes.load(Relaxed)
     }
 
-    /// Makes a GPU call and, if the GPU's memory is full, waits for all streams, returns the pool's
-    /// free memory to the operating system, and repeats the call once. No stream may be capturing.
+    /// Makes a GPU call, and repeats it once after returning freed memory to the operating system
+    /// if the GPU has no free memory. Waits for all streams before the memory is returned. No
+    /// stream may be capturing.
     pub(super) fn retry_after_trim<T>(&self, call: impl Fn() -> Result<T>) -> Result<T> {
         match call() {
             Err(error) if error.is_out_of_memory() => {
@@ -109,7 +110,8 @@ impl GpuContext {
         }
     }
 
-    /// Allocates `bytes` bytes of uninitialized pinned host memory, at least one byte.
+    /// Allocates `bytes` bytes of uninitialized pinned host memory; a request for zero bytes gets
+    /// one byte.
     pub(super) fn allocate_pinned(&self, bytes: usize) -> Result<NonNull<u8>> {
         self.make_current()?;
         let mut at = ptr::null_mut();

@@ -11,15 +11,16 @@ use crate::ops::{
 };
 use std::ffi::CStr;
 
-/// Number of rows that one thread block adds to one partial sum when a kernel sums over rows, such
-/// as for the gradient of a weight. This is `ROWS_PER_PARTIAL_SUM` of norm.cu.
+/// Number of matrix rows that one thread block sums to a partial result when a kernel sums all
+/// rows, such as for a bias gradient. This is `ROWS_PER_PARTIAL_SUM` of norm.cu.
 const ROWS_PER_PARTIAL_SUM: usize = 64;
 /// Number of columns of a matrix that one thread block processes when a kernel sums over rows. This
 /// is `COLUMNS_PER_BLOCK` of norm.cu.
 const COLUMNS_PER_BLOCK: usize = 256;
 
-/// Kernel argument that describes where the rows of a tensor, or the heads within its rows, are
-/// stored. The layout of this type is that of `RowLayout` in norm.cu.
+/// Kernel argument that describes where the rows that a kernel normalizes are stored: whole rows of
+/// a matrix, or attention heads within the rows. The layout of this type is that of `RowLayout` in
+/// norm.cu.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct RowLayout {
@@ -34,19 +35,20 @@ struct RowLayout {
 unsafe impl KernelArg for RowLayout {}
 
 impl RowLayout {
-    /// Returns the layout of `rows` rows of `d` elements that follow one another without gaps.
+    /// Describes `rows` rows of `d` elements, stored without gaps, for a kernel that processes each
+    /// row.
     fn from_contiguous_rows(rows: usize, d: usize) -> Self {
         RowLayout { count: rows, d, heads_per_row: 1, stride: d, first: 0 }
     }
 
-    /// Returns true if kernels can read every row in vectors of eight elements, provided that the
-    /// tensor's address is aligned.
+    /// Returns true if the positions and lengths of all rows are multiples of eight elements, so
+    /// that kernels can read vectors of eight.
     fn are_vectorizable(&self) -> bool {
         [self.d, self.stride, self.first].iter().all(|n| n % 8 == 0)
     }
 
-    /// Returns the layout by which kernels process each head of a wider matrix as a row. Panics if
-    /// there are too many heads for a grid.
+    /// Describes all attention heads in the rows of a matrix for a kernel that processes each head
+    /// as a row. Panics if there are too many heads for a grid.
     fn from_heads(h: HeadLayout) -> Self {
         let count = h.rows * h.heads;
         assert!(count < 1 << 31, "rmsnorm_heads: {count} heads exceed the grid");
@@ -55,10 +57,10 @@ impl RowLayout {
     }
 }
 
-/// Returns which of three kernels suits rows of `d` elements, by how many elements each thread must
-/// hold in registers. If the tensors can be accessed as vectors of eight elements, returns the
-/// kernel `one` for up to one vector per thread, or the kernel `up_to_four` for up to four. Returns
-/// the kernel `general` otherwise, and for longer rows.
+/// Selects one of three variants of a kernel by the row length `d` and by whether all tensors can
+/// be read in vectors of eight elements. If the tensors can be accessed as vectors of eight
+/// elements, returns the kernel `one` for up to one vector per thread, or the kernel `up_to_four`
+/// for up to four. Returns the kernel `general` otherwise, and for longer rows.
 fn select_kernel(
     d: usize,
     tensors: &[(TensorArg, Dtype)],
@@ -72,14 +74,14 @@ fn select_kernel(
     }
 }
 
-/// Returns each tensor together with the element type bf16, for a check whether all of them are
-/// bf16 and can be read in vectors.
+/// Returns pairs of each tensor and the element type bf16, the form in which [`are_vectorizable`]
+/// checks that all tensors are bf16.
 fn pair_with_bf16<const N: usize>(tensors: [TensorArg; N]) -> [(TensorArg, Dtype); N] {
     tensors.map(|tensor| (tensor, Dtype::Bf16))
 }
 
-/// What each row of the output gradient is multiplied by, elementwise, before the rows are summed
-/// to the gradient of a bias or of a norm's weight: 1, or the normalized input.
+/// What multiplies each row of the output gradient when a gradient is summed over rows: 1 for a
+/// bias, the normalized input for a norm's weight.
 #[derive(Clone, Copy)]
 enum RowFactor {
     One,
@@ -91,8 +93,9 @@ enum RowFactor {
     LayerNormed(TensorArg, Address),
 }
 
-/// Enqueues kernels that multiply the rows of `dy` elementwise by `factor`, sum them, and add the
-/// sum to `out[d]`. The order of the sum depends only on the number of rows.
+/// Enqueues kernels that multiply the rows of `dy` elementwise by `factor` (1 or the normalized
+/// input), sum the rows, and add the sum to `out[d]`. The order of the sum depends only on the
+/// number of rows.
 fn sum_rows(cuda: &Cuda, out: Address, dy: TensorArg, factor: RowFactor, at: RowLayout) {
     let RowLayout { count: rows, d, .. } = at;
     let chunks = rows.div_ceil(ROWS_PER_PARTIAL_SUM);

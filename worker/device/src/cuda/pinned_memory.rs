@@ -1,5 +1,5 @@
-//! Buffers in pinned host memory for copies to and from the GPU, and [`PinnedRing`], through which
-//! small inputs are uploaded without blocking the host.
+//! Buffers in pinned host memory for copies to and from the GPU, and a ring of such buffers for
+//! uploads of small inputs ([`PinnedRing`]).
 use super::bindings::Address;
 use super::error::Result;
 use super::gpu::Gpu;
@@ -10,9 +10,8 @@ use std::{
     sync::Arc,
 };
 
-/// Maximum number of bytes of pinned host memory in a ring of buffers of one size, through which
-/// small inputs are uploaded to the GPU. If so many uploads are enqueued, the next one waits for
-/// the oldest one.
+/// Maximum total size in bytes of the pinned host buffers of one buffer size that are kept for
+/// uploads of small inputs. If so many uploads are enqueued, the next one waits for the oldest one.
 const MAX_RING_BYTES: usize = 16 << 20;
 /// Minimum size in bytes of a pinned buffer through which small inputs are uploaded to the GPU.
 /// Sizes are powers of two.
@@ -41,8 +40,8 @@ impl Gpu {
     }
 }
 
-/// Ring of buffers in pinned host memory, from which small inputs are uploaded to the GPU without
-/// blocking the host. A buffer is reused when its last upload is complete.
+/// Pinned host buffers, used in turn, to which small inputs are copied so that their uploads to the
+/// GPU do not block the host. A buffer is reused when its last upload is complete.
 ///
 /// The driver copies from pinned memory while the host continues. For other host memory, it waits
 /// for the earlier work of the stream.
@@ -53,8 +52,9 @@ pub(super) struct PinnedRing {
 }
 
 impl PinnedRing {
-    /// Copies `bytes` to a pinned buffer, and enqueues the copy from there to the GPU address `at`
-    /// on this thread's stream. Does not wait for the copy, and `bytes` may be changed afterwards.
+    /// Copies `bytes` to a pinned host buffer, and enqueues the upload of this buffer to the GPU
+    /// address `at` on this thread's stream. Does not wait for the copy, and `bytes` may be changed
+    /// afterwards.
     pub(super) fn upload(&mut self, gpu: &Arc<Gpu>, at: Address, bytes: &[u8]) -> Result<()> {
         let size = bytes.len().next_power_of_two().max(MIN_BUFFER_BYTES);
         let ring = self.uploads.entry(size).or_default();

@@ -1,5 +1,5 @@
-//! Profiler that measures the GPU time of each call with two events, and sums it by the call's name
-//! ([`GpuProfiler`]).
+//! Measures the GPU time of each call with a CUDA event before and after it, and sums the times by
+//! the call's name ([`GpuProfiler`]).
 use super::error::Result;
 use super::gpu::Gpu;
 use super::streams::CudaEvent;
@@ -11,8 +11,8 @@ use std::{
     },
 };
 
-/// The total GPU time of all measured calls with one name, such as a kernel's, or matmuls of one
-/// shape.
+/// The number of measured GPU calls with one name (a kernel, or matmuls of one shape) and their
+/// total GPU time in seconds.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProfileEntry {
     /// Name of the kernel, or shape and types of the matmuls.
@@ -23,8 +23,7 @@ pub struct ProfileEntry {
     pub seconds: f64,
 }
 
-/// The profiler of one GPU: whether profiling is on, and the GPU calls that were measured since it
-/// was started.
+/// The profiler of one GPU, with the GPU calls that were measured since profiling was started.
 #[derive(Default)]
 pub(super) struct GpuProfiler {
     is_on: AtomicBool,

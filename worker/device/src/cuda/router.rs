@@ -11,8 +11,8 @@ use crate::ops::{RouterBackwardInputs, RouterOps, RouterShape};
 const MAX_EXPERTS: usize = 1024;
 
 impl RouterOps for Cuda {
-    /// Selects the experts of each token on the GPU, and blocks until their indices are on the
-    /// host.
+    /// Selects the experts of each token on the GPU, copies the experts' indices to
+    /// `chosen_experts` on the host, and blocks until the copy is complete.
     fn router_forward(
         &self,
         probs: ViewMut,
@@ -67,8 +67,8 @@ impl RouterOps for Cuda {
     }
 }
 
-/// Returns the launch size of a router kernel: one warp per row. Panics if the GPU does not support
-/// the number of experts.
+/// Returns the launch configuration of a router kernel: one block of one warp (32 threads) per row
+/// of router logits. Panics if the GPU does not support the number of experts.
 fn compute_warp_per_row_launch_size(RouterShape { m, experts, .. }: RouterShape) -> LaunchSize {
     assert!(experts <= MAX_EXPERTS, "router: {experts} experts exceed the GPU's maximum of {MAX_EXPERTS}");
     LaunchSize::Config(LaunchConfig { grid: [m as u32, 1, 1], block: [32, 1, 1], shared: 0 })

@@ -6,8 +6,8 @@ use std::sync::{
     atomic::{AtomicBool, Ordering::Relaxed},
 };
 
-/// The first failure of a GPU call in an op that cannot return an error, or no failure; after a
-/// failure, all later calls are skipped.
+/// The first failed GPU call of a GPU, if any, kept for operations that cannot return an error;
+/// after a failure, all later calls are skipped.
 #[derive(Default)]
 pub(super) struct DeviceStatus {
     /// True if `failure` is set. Read before every call.
@@ -21,15 +21,15 @@ impl DeviceStatus {
         self.has_failed.load(Relaxed)
     }
 
-    /// Returns the value of `result`, the result of a GPU call, or records its error as the failure
-    /// of the GPU. Returns `None` if `result` is an error, and keeps an error that was recorded
+    /// Returns the value of the GPU call's `result`, or stores its error as the GPU's first
+    /// failure. Returns `None` if `result` is an error, and keeps an error that was recorded
     /// earlier.
     pub(super) fn ok_or_record_failure<T>(&self, result: Result<T, CudaError>) -> Option<T> {
         result.map_err(|error| self.record_failure(error.into())).ok()
     }
 
-    /// Records `failure` as the GPU's first failure, after which all GPU calls are skipped, unless
-    /// an earlier one was recorded.
+    /// Stores `failure` as the GPU's first failure, if none is stored yet; all later GPU calls are
+    /// then skipped.
     pub(super) fn record_failure(&self, failure: DeviceError) {
         self.lock_first_failure().get_or_insert(failure);
         self.has_failed.store(true, Relaxed);
@@ -43,8 +43,8 @@ impl DeviceStatus {
         self.lock_first_failure().clone().map_or(Ok(()), Err)
     }
 
-    /// Returns the first failure of a GPU call as an error and clears it; until it is cleared, all
-    /// later GPU calls are skipped.
+    /// Returns the first error of any GPU call and clears it. Until it is cleared, all later GPU
+    /// calls are skipped.
     pub(super) fn take_failure(&self) -> Result<(), DeviceError> {
         self.has_failed.store(false, Relaxed);
         self.lock_first_failure().take().map_or(Ok(()), Err)

@@ -1,4 +1,5 @@
-//! Implementation of [`Storage`] on a GPU: memory, copies and streams.
+//! Implements the trait [`Storage`] for one GPU: allocation of buffers, copies between host and
+//! GPU, and streams.
 use super::backend::{Cuda, UnallocatedBufferOwner};
 use super::streams;
 use super::tensor_arg::gpu_address;
@@ -12,8 +13,8 @@ use std::{
     time::Duration,
 };
 
-/// Guard that frees a thread's separate CUDA stream, and the kernel inputs that are cached for this
-/// stream, when dropped.
+/// Guard that, when dropped, ends the use of a thread's separate CUDA stream and frees the kernel
+/// inputs that are cached for the stream.
 struct ThreadStreamGuard<'a>(&'a Cuda, streams::ThreadStream);
 
 impl Drop for ThreadStreamGuard<'_> {
@@ -99,8 +100,8 @@ impl Storage for Cuda {
         self.run_profiled(|| "clear".to_owned(), || self.gpu.enqueue_zero_fill(at, bytes));
     }
 
-    /// Moves elements to a lower position through scratch memory, because the ranges of a copy
-    /// within the GPU must not overlap.
+    /// Moves elements to a lower index within a buffer through temporary GPU memory, because source
+    /// and target of a GPU copy must not overlap.
     fn move_elements_to_lower_index(&self, mut x: ViewMut, from: Range<usize>, to: usize) {
         if from.start == to || from.is_empty() {
             return;

@@ -3,8 +3,8 @@ use super::bindings::Address;
 use super::launch::KernelArg;
 use crate::buffer::{Dtype, View, ViewMut};
 
-/// Kernel argument for a tensor in GPU memory: its address, and the number that stands for its
-/// element type.
+/// Kernel argument for a tensor in GPU memory: its address, and its element type as a number that
+/// the kernels know.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct TensorArg {
@@ -19,7 +19,8 @@ impl TensorArg {
     /// Kernel argument for an optional tensor that is absent.
     pub(super) const NONE: TensorArg = TensorArg { at: 0, dtype: 0 };
 
-    /// Returns this kernel argument for an optional tensor, or `other` if the tensor is absent.
+    /// Returns this kernel argument, or `other` if this is the argument for an absent tensor
+    /// (address 0).
     pub(super) fn or(self, other: TensorArg) -> TensorArg {
         if self.at == 0 { other } else { self }
     }
@@ -49,7 +50,8 @@ pub(super) fn dtype_code(dtype: Dtype) -> i64 {
     }
 }
 
-/// Returns the GPU address of the first element of a view. Panics if the view is in host memory.
+/// Returns the GPU address of the first element of `v`, a range of a buffer in GPU memory. Panics
+/// if the view is in host memory.
 #[track_caller]
 pub(super) fn gpu_address(v: View) -> Address {
     assert!(!v.is_on_host() || v.is_empty(), "a buffer in host memory is used as GPU memory");
@@ -64,7 +66,7 @@ pub(super) fn f32_gpu_address(v: View) -> Address {
     gpu_address(v)
 }
 
-/// Returns whether each tensor has the element type with which it is paired, and can be read and
+/// Returns whether each tensor has the element type that it is listed with, and can be read and
 /// written in vectors of eight elements. Each tensor must begin at a multiple of 16 bytes, and have
 /// rows of a multiple of eight elements. The name of a kernel that requires this ends in the type.
 pub(super) fn are_vectorizable(width: usize, tensors: &[(TensorArg, Dtype)]) -> bool {

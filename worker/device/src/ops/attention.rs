@@ -4,16 +4,16 @@ use crate::buffer::{View, ViewMut};
 
 /// Ops for rotary position embedding: the rotation and its backward pass.
 pub trait RopeOps {
-    /// Applies rotary position embedding (Su et al., 2021) in the "rotate half" form of Hugging
-    /// Face, in place. The tables `cos` and `sin` are `[t, head_dim/2]`.
+    /// Applies rotary position embedding (Su et al., 2021) to the attention heads in `x` in place,
+    /// in the "rotate half" form of Hugging Face. The tables `cos` and `sin` are `[t, head_dim/2]`.
     fn rope_forward(&self, x: ViewMut, cos: View, sin: View, shape: RopeShape);
-    /// Applies the inverse of the forward rotation of rotary position embedding to the gradient, in
-    /// place.
+    /// Computes the gradient of rotary position embedding in place, by applying the inverse
+    /// rotation to the attention heads in `dx`.
     fn rope_backward(&self, dx: ViewMut, cos: View, sin: View, shape: RopeShape);
 }
 
-/// Shape of a matrix with one row per token, in which rotary position embedding rotates the
-/// attention heads at the beginning of each row. The matrix has `b·t` rows.
+/// Sizes of a matrix with one row per token, to which rotary position embedding is applied:
+/// sequences, tokens, heads, head dimension and row length. The matrix has `b·t` rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RopeShape {
     /// Number of sequences.
@@ -29,8 +29,8 @@ pub struct RopeShape {
 }
 
 impl RopeShape {
-    /// Panics if the heads do not fit into the rows, or if the length of the matrix `x` or of a
-    /// table of cosines or sines does not fit the shape.
+    /// Panics if the attention heads exceed the rows of the matrix, or if the number of elements of
+    /// `x`, `cos` or `sin` is wrong.
     pub(crate) fn check_lengths(&self, x: usize, cos: usize, sin: usize) {
         let (op, RopeShape { b, t, heads, head_dim, stride }) = ("rope", *self);
         assert!(
@@ -42,7 +42,7 @@ impl RopeShape {
     }
 }
 
-/// Ops for causal grouped-query attention: the forward and the backward pass.
+/// The operations for causal grouped-query attention: the forward and the backward pass.
 pub trait AttentionOps {
     /// Computes causal grouped-query attention with memory linear in the sequence length (Dao et
     /// al., "FlashAttention", 2022).
@@ -55,10 +55,10 @@ pub trait AttentionOps {
     /// - `starts[b·t]` is the position, in its sequence, of the first token to which each token may
     ///   attend: the start of its document or of its window, or 0 if there is neither.
     fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape);
-    /// Computes the gradient of attention with respect to `qkv` (queries, keys and values), and
-    /// overwrites `dqkv` with it. `dqkv` has the layout of `qkv`. `d_o` is the gradient of the
-    /// output `o`. `o` and `lse` must be the outputs of the forward pass. `qkv`, `starts` and
-    /// `shape` must be the arguments of the forward pass.
+    /// Computes the gradient of attention with respect to queries, keys and values, and writes it
+    /// to `dqkv`. `dqkv` has the layout of `qkv`. `d_o` is the gradient of the output `o`. `o` and
+    /// `lse` must be the outputs of the forward pass. `qkv`, `starts` and `shape` must be the
+    /// arguments of the forward pass.
     fn attention_backward(
         &self,
         dqkv: ViewMut,
@@ -99,8 +99,8 @@ impl AttentionShape {
         AttentionShape { b, t, heads, kv_heads, head_dim, scale, softcap: None, dropout: None }
     }
 
-    /// Panics if the shape or the dropout of the attention op `op` is invalid, or if the length of
-    /// an argument does not fit the shape. `o`, `lse` and `qkv` are lengths.
+    /// Panics if the sizes or the dropout of the attention operation `op` are invalid, or if an
+    /// argument has a wrong number of elements. `o`, `lse` and `qkv` are lengths.
     pub(crate) fn check_arguments(&self, op: &str, o: usize, lse: usize, qkv: usize, starts: &[u32]) {
         let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = *self;
         assert!(
@@ -138,8 +138,8 @@ pub struct AttentionDropout {
 }
 
 impl AttentionDropout {
-    /// Returns the limit below which the random 32-bit word of an attention probability means that
-    /// the probability is dropped.
+    /// Returns the number below which a random 32-bit word causes an attention probability to be
+    /// dropped: the dropout probability times 2³².
     pub(crate) fn drop_threshold(&self) -> u32 {
         (self.probability * 4_294_967_296.0) as u32
     }
@@ -150,8 +150,8 @@ impl AttentionDropout {
         (1.0 / (1.0 - self.probability)) as f32
     }
 
-    /// Panics if the dropout probability is invalid, or if the attention shape exceeds the counter
-    /// of the random generator: 2²⁴ positions, 2¹⁶ heads and 2⁴³ sequences.
+    /// Panics if the dropout probability is not in 0..1, or if positions, heads or sequences exceed
+    /// the range of the random generator. The range is 2²⁴ positions, 2¹⁶ heads and 2⁴³ sequences.
     pub(crate) fn check_probability_and_shape(&self, op: &str, shape: &AttentionShape) {
         let p = self.probability;
         assert!((0.0..1.0).contains(&p), "{op}: the dropout probability is {p}, not in 0..1");

@@ -5,8 +5,8 @@ use crate::buffer::{View, ViewMut};
 
 /// Ops for the router of a mixture-of-experts layer: the forward and the backward pass.
 pub trait RouterOps {
-    /// Computes a mixture-of-experts router: the softmax of `logits[m, experts]`, and for each
-    /// token the experts with the largest probabilities and their weights.
+    /// Selects the experts of each token in a mixture-of-experts layer: computes the softmax of
+    /// `logits[m, experts]`, and picks the experts with the largest probabilities.
     ///
     /// - `probs[m, experts]` receives the softmax of each row of `logits`.
     /// - `lse[m]` receives the log-sum-exp of each row of `logits`.
@@ -36,8 +36,8 @@ pub trait RouterOps {
     );
 }
 
-/// Sizes of a router: the number of rows (tokens), of experts, and of experts that are selected for
-/// each row.
+/// Sizes of a mixture-of-experts router: number of tokens (rows), number of experts, and number of
+/// experts that process each token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RouterShape {
     /// Number of tokens. The logits of each token are one row.
@@ -51,9 +51,9 @@ pub struct RouterShape {
 }
 
 impl RouterShape {
-    /// Panics if the number of experts per token is invalid, or if an argument of the op `op` has a
-    /// wrong length for the shape. `matrices` have an element per token and expert, and `lists` one
-    /// per token and selected expert.
+    /// Panics if the number of experts per token is invalid, or if an argument of the router
+    /// operation `op` has a wrong number of elements. `matrices` have an element per token and
+    /// expert, and `lists` one per token and selected expert.
     pub(crate) fn check_arguments(
         &self,
         op: &str,
@@ -72,8 +72,8 @@ impl RouterShape {
     }
 }
 
-/// Inputs of the router's backward pass other than `dweights`, the gradient of the experts'
-/// weights.
+/// Values from the forward pass of a router, and the coefficients of its extra losses, from which
+/// the gradient of the router's logits is computed.
 #[derive(Clone, Copy)]
 pub struct RouterBackwardInputs<'a> {
     /// Probabilities that the forward pass computed, `[m, experts]`.
@@ -90,8 +90,8 @@ pub struct RouterBackwardInputs<'a> {
 }
 
 impl RouterBackwardInputs<'_> {
-    /// Panics if the length of an argument of the router's backward pass does not fit the shape.
-    /// `dlogits` and `dweights` are lengths.
+    /// Panics if an argument of the router's backward pass has a number of elements that does not
+    /// agree with `shape`. `dlogits` and `dweights` are lengths.
     pub(crate) fn check_arguments(&self, dlogits: usize, dweights: usize, shape: RouterShape) {
         let op = "router_backward";
         let matrices = [("dlogits", dlogits), ("probs", self.probs.len())];
@@ -101,10 +101,11 @@ impl RouterBackwardInputs<'_> {
     }
 }
 
-/// Ops of mixture-of-experts layers on rows, each of which is one token: gathering, weighted sums,
-/// dot products and scaling.
+/// Operations of mixture-of-experts layers on the rows of tokens: copying selected rows, weighted
+/// sums and dot products of rows, and scaling of rows.
 pub trait RowOps {
-    /// Gathers the rows of `x` that `rows` selects: `y[i, d] = x[rows[i], d]`.
+    /// Copies the rows of `x` with the indices `rows` to consecutive rows of `y`: `y[i, d] =
+    /// x[rows[i], d]`.
     fn gather_rows(&self, y: ViewMut, x: View, rows: &[u32], d: usize);
     /// Computes weighted sums of rows: `y[m, d] (=|+=) Σ_k weights[m, k] · x[row_indices[m, k],
     /// d]`, in the order of `k`. If `weights` is `None`, every weight is 1.

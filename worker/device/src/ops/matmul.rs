@@ -1,5 +1,5 @@
-//! Matmuls as ops: those of linear and Conv1D layers, matmuls in fp8, and grouped matmuls, in which
-//! each group of rows has its own matrix.
+//! Traits for matmuls: those of linear and Conv1D layers, matmuls in fp8, and grouped matmuls,
+//! which multiply each group of rows by a different matrix.
 use super::arguments::{WriteMode, expect_lens};
 use crate::buffer::{Buf, View, ViewMut};
 use crate::fp8::Fp8Format;
@@ -48,8 +48,8 @@ pub trait MatmulOps {
     fn conv1d_forward(&self, y: ViewMut, x: View, w: View, m: usize, inp: usize, out: usize) {
         self.matmul_backward_input(y, x, w, m, inp, out, WriteMode::Overwrite);
     }
-    /// Computes a Conv1D layer: `y[m,out] = x[m,inp] · w[inp,out] + bias[out]`, rounded once after
-    /// the bias was added.
+    /// Computes a Conv1D layer with bias: `y[m,out] = x[m,inp] · w[inp,out] + bias[out]`. The
+    /// result is rounded once, after the bias was added.
     fn conv1d_bias_forward(&self, y: ViewMut, x: View, w: View, bias: View, m: usize, inp: usize, out: usize);
     /// Computes the gradient of a Conv1D layer's input: `dx[m,inp] = dy[m,out] · w[inp,out]ᵀ`.
     fn conv1d_backward_input(&self, dx: ViewMut, dy: View, w: View, m: usize, inp: usize, out: usize) {
@@ -59,9 +59,9 @@ pub trait MatmulOps {
     fn conv1d_backward_weight(&self, dw: ViewMut, dy: View, x: View, m: usize, inp: usize, out: usize) {
         self.matmul_backward_weight(dw, x, dy, m, inp, out, WriteMode::Overwrite);
     }
-    /// Converts `x` to the element type in which this backend multiplies matrices, and stores the
-    /// result in `buf`. Returns `x` itself if it has the type already. `buf` must have the length
-    /// of `x`. Converting a gradient before several matmuls rounds it only once.
+    /// Returns `x` in the element type that this CPU or GPU uses for matmuls, converted into the
+    /// buffer `buf` if the types differ. Returns `x` itself if it has the type already. `buf` must
+    /// have the length of `x`. Converting a gradient before several matmuls rounds it only once.
     fn convert_to_matmul_dtype<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
         let _ = buf;
         x
@@ -91,7 +91,8 @@ pub trait Fp8Ops {
     );
 }
 
-/// An operand of an fp8 matmul: a matrix that the op divides by a scale and rounds to fp8.
+/// A matrix that is an operand of an fp8 matmul, which divides the elements by a scale and rounds
+/// them to fp8.
 #[derive(Clone, Copy)]
 pub struct Fp8Operand<'a> {
     /// The matrix's elements, of any type.
@@ -102,13 +103,13 @@ pub struct Fp8Operand<'a> {
     pub transposed: bool,
 }
 
-/// The number of columns of every fp8 matmul's result must be a multiple of this number, because
-/// cuBLASLt requires result rows of a multiple of 16 bytes.
+/// The number of columns of an fp8 matmul's result must be a multiple of this number, as cuBLASLt
+/// requires.
 pub const FP8_COLUMN_MULTIPLE: usize = 16;
 
 impl Fp8Operand<'_> {
-    /// Panics unless the operands `a` and `b` and the length `c` of the result fit the fp8 matmul
-    /// `c[m,n] = a[m,k] · b[k,n]`. `c` is the length of the result.
+    /// Panics unless the matrices `a` and `b` and the result length `c` have the right sizes for
+    /// the fp8 matmul `c[m,n] = a[m,k] · b[k,n]`. `c` is the length of the result.
     #[track_caller]
     pub(crate) fn check_matmul_operands(c: usize, a: &Self, b: &Self, [m, n, k]: [usize; 3]) {
         let op = "fp8_matmul";
@@ -123,9 +124,9 @@ impl Fp8Operand<'_> {
 
 /// Ops for grouped matmuls, in which each group of rows is multiplied by a separate matrix.
 pub trait GroupedMatmulOps {
-    /// Computes a grouped matmul: multiplies each group of rows of `x` by its own matrix in `w`.
-    /// For each group: `y[rows, n] = x[rows, k] · w[n, k]ᵀ`, where the matrix begins at element
-    /// `matrix_offset` of `w`. Empty groups cost nothing.
+    /// Computes a grouped matmul, which multiplies each group of rows of `x` by the matrix of that
+    /// group in `w`. For each group: `y[rows, n] = x[rows, k] · w[n, k]ᵀ`, where the matrix begins
+    /// at element `matrix_offset` of `w`. Empty groups cost nothing.
     fn grouped_forward(&self, y: ViewMut, x: View, w: View, groups: &[RowGroup], n: usize, k: usize);
     /// Computes the gradient of a grouped matmul with respect to its input `x`. For each group:
     /// `dx[rows, k] = dy[rows, n] · w[n, k]`.
@@ -144,8 +145,8 @@ pub trait GroupedMatmulOps {
     );
 }
 
-/// Consecutive rows that a grouped matmul multiplies by one matrix, such as the tokens of one
-/// expert and the expert's weight.
+/// A group of consecutive rows that a grouped matmul multiplies by the group's matrix, for example
+/// the tokens of one expert.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RowGroup {
     /// The group's rows. Groups are sorted by their rows and do not overlap.
@@ -155,13 +156,13 @@ pub struct RowGroup {
 }
 
 impl RowGroup {
-    /// Returns the index range of the elements of the group's rows, which have `width` elements
-    /// each.
+    /// Returns the index range of this group's elements in a matrix with `width` elements per row.
     pub(crate) fn row_element_range(&self, width: usize) -> Range<usize> {
         self.rows.start * width..self.rows.end * width
     }
 
-    /// Returns the index range of the elements of the group's matrix, which has `len` elements.
+    /// Returns the index range of this group's matrix, which has `len` elements, in the vector that
+    /// contains the matrices of all groups.
     pub(crate) fn matrix_element_range(&self, len: usize) -> Range<usize> {
         self.matrix_offset..self.matrix_offset + len
     }

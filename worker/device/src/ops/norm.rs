@@ -8,7 +8,7 @@ pub trait RmsNormOps {
     /// `rstd[m] = 1/√(mean(x²) + eps)`.
     fn rmsnorm_forward(&self, y: ViewMut, rstd: ViewMut, x: View, w: View, m: usize, d: usize, eps: f32);
     /// Adds `delta` to `x[m,d]` in place (a residual connection), and computes RMSNorm of each row
-    /// of the rounded sum.
+    /// of the new `x`.
     fn add_rmsnorm_forward(
         &self,
         y: ViewMut,
@@ -36,10 +36,11 @@ pub trait RmsNormOps {
     );
 }
 
-/// Ops for the RMSNorm of each head inside wider rows, as Qwen3 applies it to queries and keys.
+/// Operations that apply RMSNorm to each attention head separately, as Qwen3 does for queries and
+/// keys.
 pub trait HeadNormOps {
-    /// Computes RMSNorm of each attention head separately, in place on `x[rows, stride]`, with one
-    /// weight `w[head_dim]` for all heads. Stores the heads before the norm in `raw[rows,
+    /// Applies RMSNorm in place to each attention head in the rows of `x[rows, stride]`, with the
+    /// same weight `w[head_dim]` for all heads. Stores the heads before the norm in `raw[rows,
     /// heads·head_dim]` and the reciprocal root mean square of each head in `rstd[rows, heads]`.
     fn rmsnorm_heads_forward(
         &self,
@@ -64,8 +65,8 @@ pub trait HeadNormOps {
     );
 }
 
-/// Layout of consecutive heads inside the rows of a wider matrix, such as the query heads inside
-/// the rows of qkv.
+/// Where attention heads are stored inside the rows of a matrix, such as the query heads in rows
+/// that contain queries, keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadLayout {
     /// Number of rows of the matrix.
@@ -86,8 +87,8 @@ impl HeadLayout {
         self.heads * self.head_dim
     }
 
-    /// Panics if the heads do not fit the rows, or if the length of an argument of the op `op` does
-    /// not fit this layout.
+    /// Panics if the heads exceed the rows of the matrix, or if an argument of the RMSNorm
+    /// operation `op` has a wrong number of elements.
     pub(crate) fn check_norm_lengths(&self, op: &str, x: usize, raw: usize, rstd: usize, w: usize) {
         let HeadLayout { rows, first_column, heads, head_dim, stride } = *self;
         assert!(head_dim > 0, "{op}: head_dim is 0");
@@ -106,7 +107,7 @@ pub trait LayerNormOps {
     /// `rstd = 1/√(mean((x − mean)²) + eps)`. Stores mean and rstd of each row in `stats[m,2]`.
     fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, norm: LayerNormParams, m: usize);
     /// Adds `delta` to `x[m,d]` in place (a residual connection), and computes LayerNorm of each
-    /// row of the rounded sum.
+    /// row of the new `x`.
     fn add_layernorm_forward(
         &self,
         y: ViewMut,

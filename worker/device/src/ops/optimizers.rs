@@ -3,14 +3,14 @@ use crate::buffer::{View, ViewMut};
 
 /// Ops for optimizers: updates of AdamW, SGD and Lion, and Muon's momentum.
 pub trait OptimizerOps {
-    /// Updates the parameters `p` with one AdamW step, from the gradient `g` and the optimizer
-    /// state, which it also updates: the first moment `exp_avg` and the second moment `exp_avg_sq`.
+    /// Updates the parameters `p` and the two AdamW moments `exp_avg` and `exp_avg_sq` with one
+    /// AdamW step, from the gradient `g`.
     fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, hyper: &AdamWHyperparams);
     /// Updates the parameters `p` with one SGD step, from the gradient `g`. Also updates
     /// `momentum_buffer`, which must be empty if the momentum is 0.
     fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, hyper: &SgdHyperparams);
-    /// Updates the parameters `p` with one Lion step, from the gradient `g` and `exp_avg`, the
-    /// moving average of the gradients, which it also updates.
+    /// Updates the parameters `p` and the moving average `exp_avg` of the gradients with one Lion
+    /// step, from the gradient `g`.
     fn lion(&self, p: ViewMut, g: View, exp_avg: ViewMut, hyper: &LionHyperparams);
     /// Replaces the gradient by Muon's Nesterov momentum, in place. With g' = scale·g: `buffer +=
     /// (1 − mu)·(g' − buffer)`, then `g = g' + mu·(buffer − g')`.
@@ -71,8 +71,9 @@ pub struct LionHyperparams {
     pub grad_scale: f32,
 }
 
-/// The factors of one AdamW update that follow from its hyper-parameters, computed in `f64` and
-/// rounded once, as torch does. The layout is that of `AdamWScalars` in elementwise.cu.
+/// The constants of one AdamW update, such as learning rate and bias corrections, precomputed in
+/// `f64` and rounded to `f32` as torch does. The layout is that of `AdamWScalars` in
+/// elementwise.cu.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct AdamWCoefficients {
@@ -99,8 +100,8 @@ pub(crate) struct AdamWCoefficients {
 }
 
 impl AdamWHyperparams {
-    /// Computes the factors that AdamW's update number `step` uses for every element. Panics if the
-    /// number is 0.
+    /// Computes the constants of AdamW's update number `step` (such as the bias corrections), which
+    /// are equal for all elements. Panics if the number is 0.
     pub(crate) fn compute_coefficients(&self) -> AdamWCoefficients {
         assert!(self.step > 0, "adamw: the step is 0, but steps count from 1");
         let (weight, t) = ((1.0 - self.beta1) as f32, self.step as f64);
@@ -119,8 +120,8 @@ impl AdamWHyperparams {
     }
 }
 
-/// The factors of one Lion update that follow from its hyper-parameters, computed in `f64` and
-/// rounded once. The layout is that of `LionScalars` in elementwise.cu.
+/// The constants of one Lion update, such as the factor for weight decay, precomputed in `f64` and
+/// rounded to `f32`. The layout is that of `LionScalars` in elementwise.cu.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct LionCoefficients {
@@ -141,7 +142,8 @@ pub(crate) struct LionCoefficients {
 }
 
 impl LionHyperparams {
-    /// Computes the factors of one Lion update that follow from its hyper-parameters.
+    /// Computes the constants of one Lion update, which are equal for all elements, from the
+    /// hyper-parameters.
     pub(crate) fn compute_coefficients(&self) -> LionCoefficients {
         LionCoefficients {
             grad_scale: self.grad_scale,

@@ -29,12 +29,12 @@ pub trait VectorOps {
     fn dropout(&self, x: ViewMut, dropout: &SampleDropout);
     /// Returns the sum of the squares of all elements, computed in `f64`.
     fn sum_squares(&self, x: View) -> f64;
-    /// Computes the sum of squares of each block of [`NORM_BLOCK_LEN`] consecutive elements of `x`,
-    /// and overwrites `out` with the sums, one per block. The last block may be shorter. The
-    /// elements of a block are summed in `f64`, in one fixed order.
+    /// Computes the sum of squares of each block of [`NORM_BLOCK_LEN`] elements of `x`, and writes
+    /// the sums to `out`. The last block may be shorter. The elements of a block are summed in
+    /// `f64`, in one fixed order.
     fn sum_squares_by_block(&self, out: &mut [f64], x: View);
-    /// Returns the sums of squares of several vectors, one for each block of [`NORM_BLOCK_LEN`]
-    /// consecutive elements, in one list.
+    /// Computes the sum of squares of each block of [`NORM_BLOCK_LEN`] elements of all `vectors`,
+    /// and returns all sums in order.
     fn sum_squares_by_block_concat(&self, vectors: &[View]) -> Vec<f64> {
         let count = |x: &View| x.len().div_ceil(NORM_BLOCK_LEN);
         let mut sums = vec![0.0; vectors.iter().map(count).sum()];
@@ -46,16 +46,16 @@ pub trait VectorOps {
         }
         sums
     }
-    /// Starts to compute the sums of squares of several vectors, one for each block of
-    /// [`NORM_BLOCK_LEN`] elements, without waiting for them. `staging` is a buffer that an earlier
+    /// Starts to compute the sum of squares of each block of [`NORM_BLOCK_LEN`] elements of all
+    /// `vectors`, and returns a handle to wait for the sums. `staging` is a buffer that an earlier
     /// [`PendingSumsOfSquares::wait`] returned, or an empty one.
     fn start_sum_squares_by_block(&self, vectors: &[View], staging: Buf) -> PendingSumsOfSquares {
         PendingSumsOfSquares::Complete(self.sum_squares_by_block_concat(vectors), staging)
     }
 }
 
-/// Sums of squares of blocks of elements, which are complete or still being computed and copied to
-/// the host.
+/// Handle to the sums of squares of blocks of vectors, which are already in host memory or are
+/// still being computed by the GPU.
 pub enum PendingSumsOfSquares {
     /// The sums, and the staging buffer, which was not used.
     Complete(Vec<f64>, Buf),
@@ -64,8 +64,8 @@ pub enum PendingSumsOfSquares {
 }
 
 impl PendingSumsOfSquares {
-    /// Blocks until the sums of squares are computed, together with all work that the thread had
-    /// enqueued before them. Returns the sums and the staging buffer. Fails if this work failed.
+    /// Blocks until the sums of squares of all blocks are computed and copied to host memory.
+    /// Returns the sums and the staging buffer. Fails if this work failed.
     pub fn wait(self) -> Result<(Vec<f64>, Buf), DeviceError> {
         let (download, count) = match self {
             PendingSumsOfSquares::Complete(sums, staging) => return Ok((sums, staging)),
@@ -78,11 +78,13 @@ impl PendingSumsOfSquares {
     }
 }
 
-/// Number of consecutive elements whose squares are summed to one term of the gradient norm (a
-/// block). Sharding does not change these blocks, and therefore does not change the norm.
+/// Number of consecutive elements of a gradient whose squares are summed together before these sums
+/// are added up to the squared gradient norm. Sharding does not change these blocks, and therefore
+/// does not change the norm.
 pub const NORM_BLOCK_LEN: usize = 4096;
 
-/// Dropout for a vector that consists of consecutive samples of equal length.
+/// Probability and random key of dropout for a vector that consists of samples of equal length, one
+/// after another.
 ///
 /// Element `i` of a sample takes word `i mod 4` of the Philox block `⌊i / 4⌋` at the step 0
 /// ([`crate::philox::compute_random_words`]). The element is dropped if the word is below
@@ -101,8 +103,8 @@ pub struct SampleDropout {
 }
 
 impl SampleDropout {
-    /// Returns the limit below which the random 32-bit word of an element means that the element is
-    /// dropped.
+    /// Returns the number below which a random 32-bit word causes an element to be dropped: the
+    /// dropout probability times 2³².
     pub(crate) fn drop_threshold(&self) -> u64 {
         (self.probability * 4_294_967_296.0) as u64
     }
@@ -114,8 +116,8 @@ impl SampleDropout {
     }
 }
 
-/// The source of the random numbers for the stochastic rounding of a range of a tensor: random key,
-/// index of the range's first element, and optimizer step. A value between two neighbouring bf16
+/// Random key, optimizer step and first element's index, from which the random numbers for the
+/// stochastic rounding of a range of a tensor are computed. A value between two neighboring bf16
 /// numbers becomes the number with the larger magnitude with a probability of `(|value| − |lower|)
 /// / (|upper| − |lower|)`, where `|lower|` and `|upper|` are the magnitudes of the two numbers.
 ///
@@ -133,8 +135,8 @@ pub struct StochasticRounding {
 }
 
 impl StochasticRounding {
-    /// Panics if the result of stochastic rounding is not bf16, or if elements or the step exceed
-    /// the counter of the random generator: 2⁴⁵ elements and 2⁴² steps.
+    /// Panics if the output of stochastic rounding is not bf16, or if the element index (up to 2⁴⁵)
+    /// or the step (below 2⁴²) is too large.
     #[track_caller]
     pub(crate) fn check_output_and_range(&self, y: &ViewMut) {
         let (op, dtype) = ("round_stochastically", y.dtype());

@@ -14,8 +14,8 @@ pub trait EmbeddingOps {
 
 /// Ops for the classifier, which computes the output layer and the cross-entropy loss together.
 pub trait ClassifierOps {
-    /// Computes the logits `x[m,d] · w[v,d]ᵀ` and their cross-entropy loss in chunks of rows, so
-    /// that the logits of only one chunk are in memory at a time.
+    /// Computes the logits `x[m,d] · w[v,d]ᵀ` and the cross-entropy loss of each row, for a limited
+    /// number of rows at a time to save memory.
     ///
     /// `loss[m]` receives the loss of each row, which is 0 where `labels[m]` is [`IGNORE_LABEL`].
     /// If `grads` is given, also computes `dx[m,d] = dlogits · w` and `dw[v,d] (=|+=) dlogitsᵀ ·
@@ -31,7 +31,8 @@ pub trait ClassifierOps {
     );
 }
 
-/// Sizes of a classifier, and the softcap of its logits.
+/// Numbers of rows, elements per row and vocabulary entries of the output layer, and the optional
+/// softcap of the logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ClassifierShape {
     /// Number of rows of the input: one per position.
@@ -47,8 +48,8 @@ pub struct ClassifierShape {
 /// Label of a position that has no loss, such as a token of a prompt.
 pub const IGNORE_LABEL: u32 = u32::MAX;
 
-/// The buffers to which the classifier writes the gradients of its inputs and of the output layer's
-/// weight, and the factor by which the gradients are multiplied.
+/// The buffers for the gradients of the classifier's input and of the output layer's weight, and
+/// the factor that scales both gradients.
 pub struct ClassifierGrads<'a> {
     /// Gradient of the classifier's input, `[m, d]`; overwritten.
     pub dx: ViewMut<'a>,
@@ -61,8 +62,8 @@ pub struct ClassifierGrads<'a> {
 }
 
 impl ClassifierShape {
-    /// Panics if a label, or the length of an argument of the classifier, does not fit the shape.
-    /// `loss`, `x` and `w` are lengths.
+    /// Panics if a label is neither below the vocabulary size nor [`IGNORE_LABEL`], or if an
+    /// argument of the classifier has a wrong number of elements. `loss`, `x` and `w` are lengths.
     pub(crate) fn check_arguments(
         &self,
         [loss, x, w]: [usize; 3],

@@ -1,15 +1,15 @@
-//! [`FetchSchedule`]: plans which rank sends which blocks of a checkpoint to which other rank, in
-//! rounds of limited memory. Every rank computes the same schedule.
+//! Decides which rank sends which blocks of checkpoint files to which rank, in several exchanges of
+//! limited size ([`FetchSchedule`]). Every rank computes the same schedule.
 use ckpt::BlockRange;
 use diagnostic::{Diagnostic, codes};
 use std::{collections::VecDeque, ops::Range};
 
-/// The largest number of checkpoint blocks (1 MiB each) that a rank sends to others, and that it
-/// receives from others, in one round of the exchange.
+/// Maximum number of checkpoint blocks (1 MiB each) that one rank sends, and maximum number that it
+/// receives, in one all-to-all exchange.
 pub(super) const MAX_BLOCKS_PER_ROUND: u64 = 8;
 
-/// Consecutive blocks (1 MiB each) of a checkpoint file that one rank sends to another in one round
-/// of the exchange.
+/// Consecutive blocks (1 MiB each) of a checkpoint file that rank `from` sends to rank `to` in one
+/// all-to-all exchange.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct BlockTransfer {
     pub(super) to: usize,
@@ -17,17 +17,17 @@ pub(super) struct BlockTransfer {
     pub(super) run: BlockRange,
 }
 
-/// Plans, round by round, which ranks send each other the blocks of checkpoint files that the
-/// receiver's host does not have.
+/// Decides for a series of all-to-all exchanges (rounds) which rank sends which blocks of
+/// checkpoint files to ranks on hosts without these files.
 pub(super) struct FetchSchedule<'h> {
     missing: Vec<VecDeque<BlockRange>>,
     holders: &'h [Vec<usize>],
 }
 
 impl<'h> FetchSchedule<'h> {
-    /// Creates the schedule by which ranks get the blocks of checkpoint files that their hosts do
-    /// not have. `missing` lists the blocks that each rank needs, `holders` the ranks that have
-    /// each file, and `blocks` the number of blocks of each file.
+    /// Creates the schedule of exchanges by which each rank gets the blocks of checkpoint files
+    /// that its host does not have. `missing` lists the blocks that each rank needs, `holders` the
+    /// ranks that have each file, and `blocks` the number of blocks of each file.
     ///
     /// # Errors
     ///
@@ -53,8 +53,8 @@ impl<'h> FetchSchedule<'h> {
         Ok(FetchSchedule { missing: missing.into_iter().map(VecDeque::from).collect(), holders })
     }
 
-    /// Plans the transfers of the next round, in which ranks send each other missing blocks of
-    /// checkpoint files. Returns no transfers if all blocks were sent.
+    /// Returns which rank sends which blocks to which rank in the next all-to-all exchange (round)
+    /// of missing checkpoint blocks. Returns no transfers if all blocks were sent.
     pub(super) fn plan_next_round(&mut self) -> Vec<BlockTransfer> {
         let mut sends = vec![0u64; self.missing.len()];
         let mut round = Vec::new();
@@ -79,9 +79,9 @@ impl<'h> FetchSchedule<'h> {
     }
 }
 
-/// Selects the rank that sends the next missing blocks of a checkpoint file to rank `to`, among the
-/// ranks that have the file. `holders` are the ranks that have the file. `sends` is the number of
-/// blocks that each rank already sends in this round.
+/// Selects, among the ranks whose host has a checkpoint file, the rank that sends blocks of the
+/// file to rank `to` in this exchange. `holders` are the ranks that have the file. `sends` is the
+/// number of blocks that each rank already sends in this round.
 ///
 /// Returns the holder that sends the fewest blocks, or `None` if every holder already sends
 /// [`MAX_BLOCKS_PER_ROUND`]. Ties are broken by the receiver's rank, so that different receivers

@@ -20,11 +20,12 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// The size in bytes of a block, the unit in which ranks fetch checkpoint files from each other.
+/// Size in bytes of a block of a checkpoint file, the smallest amount of data that a rank requests
+/// from other ranks.
 const BLOCK_BYTES: usize = 1 << 20;
 
-/// An open checkpoint whose shards are stored on several hosts, so that ranks must send each other
-/// the data that their hosts lack. Reading is collective.
+/// An open checkpoint whose files are spread over several hosts; a rank receives data that its host
+/// does not have from ranks of other hosts. Reading is collective.
 pub(crate) struct HostLocalCheckpoint {
     queue: Arc<CollectiveQueue>,
     checkpoint: Checkpoint,
@@ -36,8 +37,8 @@ pub(crate) struct HostLocalCheckpoint {
 }
 
 impl HostLocalCheckpoint {
-    /// Opens on all ranks a checkpoint whose files are stored on several hosts, and determines
-    /// which ranks can read which file. Collective: every rank must call it.
+    /// Opens on all ranks a checkpoint whose files are stored on several hosts, and determines for
+    /// each file which ranks have it on their host. Collective: every rank must call it.
     ///
     /// `path` is the checkpoint's path on this host, even if this host has no part of the
     /// checkpoint. `hash` identifies the checkpoint if hosts have different ones.
@@ -86,7 +87,7 @@ impl HostLocalCheckpoint {
         })
     }
 
-    /// Combines shards that several hosts keep in their memory into one readable checkpoint.
+    /// Creates one readable checkpoint from the shards that several hosts keep in their memory.
     /// `holders` lists, for each shard, the ranks that can read it.
     pub(crate) fn from_memory_copies(
         queue: &Arc<CollectiveQueue>,
@@ -97,15 +98,15 @@ impl HostLocalCheckpoint {
         HostLocalCheckpoint { queue: queue.clone(), checkpoint, holders, collective_error }
     }
 
-    /// Returns the checkpoint as this host alone can read it: its manifest (table of contents), and
-    /// those of its files that are on this host.
+    /// Returns the part of the checkpoint that this host can read without other hosts: the manifest
+    /// (table of contents) and the local files.
     pub(crate) fn local_checkpoint_view(&self) -> &Checkpoint {
         &self.checkpoint
     }
 }
 
-/// The message that each rank sends to all ranks before an exchange: the checkpoint blocks (1 MiB
-/// each) that it needs, and, from rank 0, whether no more exchanges follow.
+/// What each rank sends to all ranks before they exchange checkpoint blocks (1 MiB each): the
+/// blocks it needs, and whether this is the last exchange.
 #[derive(Default, Serialize, Deserialize)]
 struct FetchRequest {
     /// Whether rank 0 has read everything, so that the other ranks can stop sending blocks.
@@ -115,32 +116,32 @@ struct FetchRequest {
 }
 
 impl HostLocalCheckpoint {
-    /// Sends rank 0 the checkpoint blocks (1 MiB each) that it requests while it alone reads the
-    /// checkpoint, until it calls [`HostLocalCheckpoint::end_serving`]. Collective: every rank
-    /// except rank 0 must call it.
+    /// Sends checkpoint blocks (1 MiB each) to rank 0 on request while only rank 0 reads the
+    /// checkpoint; returns when rank 0 has called [`HostLocalCheckpoint::end_serving`]. Collective:
+    /// every rank except rank 0 must call it.
     pub(crate) fn serve_blocks_to_rank_zero(&self) -> Result<()> {
         while !self.fetch_blocks(FetchRequest::default(), &mut |_, _, _| Ok(()))? {}
         self.fail_on_collective_error()
     }
 
-    /// Notifies the other ranks that rank 0 has read everything, so that they stop sending
-    /// checkpoint blocks to it ([`HostLocalCheckpoint::serve_blocks_to_rank_zero`]). Rank 0 calls
-    /// this function when it has read everything.
+    /// Notifies the other ranks that rank 0 needs no more checkpoint blocks, so that their calls of
+    /// [`HostLocalCheckpoint::serve_blocks_to_rank_zero`] return. Rank 0 calls this function when
+    /// it has read everything.
     pub(crate) fn end_serving(&self) -> Result<()> {
         self.fail_on_collective_error()?;
         self.fetch_blocks(FetchRequest { end: true, missing: Vec::new() }, &mut |_, _, _| Ok(())).map(drop)
     }
 
-    /// Fails if a collective operation has failed during an earlier read of this checkpoint,
-    /// because ranks can no longer exchange blocks then.
+    /// Fails with the error of an earlier failed collective of this checkpoint, because ranks can
+    /// exchange no blocks after such a failure.
     fn fail_on_collective_error(&self) -> Result<()> {
         let error = self.collective_error.lock().unwrap_or_else(PoisonError::into_inner);
         error.clone().map_or(Ok(()), Err)
     }
 
-    /// Exchanges checkpoint blocks (1 MiB each) between ranks: each rank gets the blocks that it
-    /// requests, and the callback `sink` receives them. Returns whether rank 0 ended the serving of
-    /// blocks. Collective: every rank must call it.
+    /// Exchanges checkpoint blocks (1 MiB each) between all ranks, and passes the blocks that this
+    /// rank requested to the callback `sink`. Returns whether rank 0 ended the serving of blocks.
+    /// Collective: every rank must call it.
     ///
     /// An unreadable or invalid block does not interrupt the fetch of other blocks. The error is
     /// returned at the end.
@@ -179,8 +180,8 @@ impl HostLocalCheckpoint {
         sink_error.map_or(Ok(false), |e: CkptError| Err(to_unreadable_checkpoint_error(e)))
     }
 
-    /// Reads from this host's checkpoint files the blocks (1 MiB each) that this rank sends to
-    /// other ranks in a round, in the order of the receivers. Returns the data and the number of
+    /// Reads the blocks that this rank must send to other ranks in the exchange `round` from this
+    /// host's checkpoint files, in the order of the receivers. Returns the data and the number of
     /// bytes for each receiver.
     ///
     /// Unreadable blocks are sent as zeros, and the first error is stored in `read_error`.
@@ -213,9 +214,9 @@ impl HostLocalCheckpoint {
         (send, counts)
     }
 
-    /// Sends blocks from this rank's checkpoint files to the ranks that requested them in one
-    /// round, and receives the blocks that this rank requested. Collective: every rank must call
-    /// it.
+    /// Exchanges checkpoint blocks in one all-to-all operation, as planned in `round`: sends the
+    /// bytes `send`, and receives the blocks that this rank requested. Collective: every rank must
+    /// call it.
     fn exchange_blocks(
         &self,
         rank: usize,
@@ -234,8 +235,8 @@ impl HostLocalCheckpoint {
         })?)
     }
 
-    /// Passes the checkpoint blocks that this rank received in a round to the callback `sink`, in
-    /// the order in which this rank requested them.
+    /// Passes the checkpoint blocks that this rank received in the exchange `round` to the callback
+    /// `sink`, in the order in which they were requested.
     fn deliver_blocks(
         &self,
         rank: usize,
@@ -258,9 +259,9 @@ impl HostLocalCheckpoint {
         Ok(())
     }
 
-    /// Converts an error of fetching blocks from other ranks to an error of reading the checkpoint,
-    /// and remembers it if collectives are no longer possible. Records the first failure of a
-    /// collective, because no further collective is possible.
+    /// Converts an error of the block exchange between ranks to an error of reading the checkpoint,
+    /// and stores it if a collective has failed. Records the first failure of a collective, because
+    /// no further collective is possible.
     fn record_fetch_error(&self, e: Error) -> CkptError {
         let source = Box::new(e.diagnostic().clone());
         if e.to_worker_exit() != protocol::exit::WorkerExit::Checkpoint {
@@ -270,8 +271,8 @@ impl HostLocalCheckpoint {
     }
 }
 
-/// The checkpoint blocks (1 MiB each) that this rank received from other ranks in one round,
-/// ordered by sender.
+/// The bytes of the checkpoint blocks (1 MiB each) that this rank received in one all-to-all
+/// exchange, ordered by sender.
 struct ReceivedBlocks {
     bytes: Vec<u8>,
     /// For each sender, the number of bytes received.
@@ -286,8 +287,8 @@ fn build_unreadable_block_error(rank: usize, error: CkptError) -> Diagnostic {
     diagnostic.with_field("rank", rank).with_cause(&error)
 }
 
-/// Returns the number of bytes that are transferred between ranks for `run`, consecutive blocks of
-/// a checkpoint file. The last block of a file is padded to a full block.
+/// Returns the number of bytes that are sent for `run`, a range of consecutive 1 MiB blocks of a
+/// checkpoint file. The last block of a file is padded to a full block.
 fn count_block_bytes(run: &BlockRange) -> usize {
     (run.blocks.end - run.blocks.start) as usize * BLOCK_BYTES
 }
@@ -301,9 +302,9 @@ impl TensorSource for HostLocalCheckpoint {
         self.checkpoint.tensors().collect()
     }
 
-    /// Reads ranges of the checkpoint's tensors, fetches file blocks that this host lacks from
-    /// other hosts, and verifies the hash of every block. Collective: every rank must call it or
-    /// [`HostLocalCheckpoint::serve_blocks_to_rank_zero`].
+    /// Reads the requested ranges of the checkpoint's tensors, and verifies the hash of every
+    /// block; blocks that this host lacks come from other hosts. Collective: every rank must call
+    /// it or [`HostLocalCheckpoint::serve_blocks_to_rank_zero`].
     fn read_verified(&self, requests: &mut [ckpt::F32ReadRequest<'_>]) -> ckpt::Result<()> {
         let fetch = |missing: Vec<BlockRange>, sink: &mut BlockSink<'_>| {
             let request = FetchRequest { end: false, missing };

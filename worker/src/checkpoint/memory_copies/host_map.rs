@@ -1,17 +1,17 @@
-//! [`RankHostMap`]: which ranks are on which host, and which other hosts keep the memory copies of
-//! a rank's training state.
+//! Which ranks run on which host, and which other hosts store a copy of a rank's training state in
+//! memory ([`RankHostMap`]).
 use std::{collections::BTreeSet, ops::Range};
 
-/// Records which ranks run on which host, to decide which hosts keep the copies of a rank's
-/// training state in memory. Hosts have the order of their ranks.
+/// Which ranks run on which host; this decides which other hosts keep a copy of a rank's training
+/// state in memory. Hosts have the order of their ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct RankHostMap {
     hosts: Vec<Range<usize>>,
 }
 
 impl RankHostMap {
-    /// Creates the map of ranks to hosts from the local ranks of all ranks, in rank order: each
-    /// local rank 0 begins a new host.
+    /// Creates the map from ranks to hosts from the local rank of each rank. A local rank of 0
+    /// marks the first rank of a host.
     pub(super) fn from_local_ranks(local_ranks: impl Iterator<Item = u64>) -> RankHostMap {
         let mut hosts: Vec<Range<usize>> = Vec::new();
         for (rank, local_rank) in local_ranks.enumerate() {
@@ -23,7 +23,7 @@ impl RankHostMap {
         RankHostMap { hosts }
     }
 
-    /// Returns the lowest rank of each host, in the order of the hosts.
+    /// Returns the lowest rank of each host, ordered by host.
     pub(super) fn list_host_leaders(&self) -> impl Iterator<Item = usize> {
         self.hosts.iter().map(|ranks| ranks.start)
     }
@@ -43,8 +43,8 @@ impl RankHostMap {
         hosts.iter().filter_map(|host| self.hosts.get(*host)).flat_map(|ranks| ranks.clone()).collect()
     }
 
-    /// Lists the ranks on other hosts that keep a copy of the training state of `rank` in memory:
-    /// one on each of the next `copies` hosts.
+    /// Lists the ranks on other hosts that store a copy of the training state of `rank` in memory,
+    /// one rank per host.
     pub(super) fn list_keepers(&self, rank: usize, copies: usize) -> Vec<usize> {
         let host = self.host_of(rank);
         let Some(ranks) = self.hosts.get(host) else { return Vec::new() };
@@ -57,8 +57,8 @@ impl RankHostMap {
         (1..=others).map(keeper).collect()
     }
 
-    /// Lists the ranks whose training states are copied to the memory of the host with the index
-    /// `host`: its own ranks, and ranks of other hosts.
+    /// Lists the ranks whose training states are copied to the memory of host number `host`: the
+    /// ranks of this host and some ranks of other hosts.
     pub(super) fn list_kept_ranks(&self, host: usize, copies: usize) -> BTreeSet<usize> {
         let local = self.hosts.get(host).cloned().unwrap_or_default();
         let world = self.hosts.last().map_or(0, |ranks| ranks.end);

@@ -1,5 +1,5 @@
-//! Sends the memory copies of ranks' training states to the ranks of other hosts that keep them, in
-//! rounds of limited size.
+//! Sends each rank's training state to the hosts that must keep a copy in memory, in several
+//! exchanges of limited size between all ranks.
 use super::host_map::RankHostMap;
 use crate::{
     error::{Result, to_unreadable_checkpoint_error, to_unwritable_checkpoint_error},
@@ -8,14 +8,13 @@ use crate::{
 use ckpt::memory_store::{COPY_HEADER_BYTES, MemoryStore};
 use std::ops::Range;
 
-/// A rank sends the copy of its training state to other hosts in several all-to-all exchanges
-/// (rounds); this is the largest number of bytes that each of those hosts receives from the rank in
-/// one round.
+/// Maximum number of bytes of a training state that a rank sends to each receiving host in one
+/// all-to-all exchange; larger states need several exchanges.
 const MAX_BYTES_PER_ROUND: u64 = 4 << 20;
 
-/// Sends the copy number `sequence` of this rank's training state to the ranks on other hosts that
-/// keep it in memory, and stores the copies that other ranks send to this rank. Returns the number
-/// of sent bytes. Does nothing if no other host keeps copies. Collective: every rank must call it.
+/// Sends this rank's training state (memory copy number `sequence`) to ranks on other hosts, and
+/// stores the training states that other ranks send. Returns the number of sent bytes. Does nothing
+/// if no other host keeps copies. Collective: every rank must call it.
 pub(super) fn exchange_memory_copies(
     queue: &CollectiveQueue,
     store: &MemoryStore,
@@ -72,14 +71,14 @@ pub(super) fn exchange_memory_copies(
     Ok(sent)
 }
 
-/// Returns the number of rounds in which a training-state copy of `size` bytes is sent to another
-/// host: its content in chunks, and then its header, which completes the copy.
+/// Returns the number of all-to-all exchanges that are needed to send a memory copy of `size`
+/// bytes: some for its content, and one for its header.
 fn count_rounds(size: u64) -> u64 {
     size.saturating_sub(COPY_HEADER_BYTES).div_ceil(MAX_BYTES_PER_ROUND) + 1
 }
 
-/// Returns the byte range of a training-state copy of `size` bytes that is sent to another host in
-/// round number `round`. The range is empty after the last round of this copy.
+/// Returns the byte range of a memory copy of `size` bytes that is sent to other hosts in exchange
+/// number `round`. The range is empty after the last round of this copy.
 fn find_chunk_of_round(size: u64, round: u64) -> Range<u64> {
     let last = count_rounds(size) - 1;
     if round >= last {

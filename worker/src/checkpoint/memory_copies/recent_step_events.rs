@@ -1,18 +1,20 @@
-//! [`RecentStepEvents`]: the events of the newest steps, which each memory copy of the training
-//! state contains.
+//! The latest step events ([`RecentStepEvents`]), which report completed training steps to the
+//! controller and are stored with each memory copy of the training state.
 use crate::error::Result;
 use diagnostic::{Diagnostic, codes};
 use protocol::event::Event;
 use serde_json::Value;
 use std::collections::VecDeque;
 
-/// The key under which the progress of training (`cursor`) in a memory copy has the events.
+/// JSON key under which the progress of training (step, samples, tokens) in a memory copy contains
+/// the latest step events.
 const STEP_EVENTS_KEY: &str = "step_events";
-/// The largest number of steps whose events a memory copy contains. The events of a few steps can
-/// be lost with their host. Hundreds would slow down each copy.
+/// Maximum number of step events (reports of completed steps to the controller) that are stored in
+/// one memory copy of the training state. The events of a few steps can be lost with their host.
+/// Hundreds would slow down each copy.
 const MAX_STEP_EVENTS: usize = 64;
 
-/// The events of the newest steps of the run.
+/// The step events (reports of completed steps to the controller) of the latest steps of the run.
 ///
 /// A memory copy of the training state contains them, because a step event can be lost with the
 /// worker or host that sends it, while the copy of the step remains. The run that resumes from the
@@ -24,7 +26,8 @@ pub struct RecentStepEvents {
 }
 
 impl RecentStepEvents {
-    /// Adds the event of the newest step, and drops the oldest event if there are too many.
+    /// Adds the event that reports the latest completed step, and drops the oldest of
+    /// [`MAX_STEP_EVENTS`] events.
     pub(in crate::checkpoint) fn record(&mut self, event: &Event) {
         if self.events.len() == MAX_STEP_EVENTS {
             self.events.pop_front();
@@ -33,14 +36,16 @@ impl RecentStepEvents {
         self.events.extend(serde_json::to_value(event));
     }
 
-    /// Adds the events to `cursor`, the progress of training in a memory copy.
+    /// Adds these step events to `cursor`, the JSON with the progress of training that a memory
+    /// copy of the training state contains.
     pub(in crate::checkpoint) fn add_to_cursor(&self, cursor: &mut Value) {
         if !self.events.is_empty() {
             cursor[STEP_EVENTS_KEY] = self.events.iter().cloned().collect();
         }
     }
 
-    /// Reads the events from `cursor`, the progress of training in a memory copy.
+    /// Reads the step events from `cursor`, the JSON with the progress of training in a memory
+    /// copy.
     ///
     /// # Errors
     /// Fails if the progress contains something else in place of the events.
@@ -53,7 +58,8 @@ impl RecentStepEvents {
         Ok(read)
     }
 
-    /// Decodes the events, oldest first.
+    /// Decodes the stored step events (reports of completed steps) from JSON, and returns them with
+    /// the oldest event first.
     ///
     /// # Errors
     /// Does not fail for events that [`RecentStepEvents::record`] added.
@@ -62,7 +68,7 @@ impl RecentStepEvents {
     }
 }
 
-/// Decodes a step event from its JSON.
+/// Decodes the event that reports a completed training step from its JSON value.
 fn decode_event(event: &Value) -> Result<Event> {
     serde_json::from_value(event.clone()).map_err(|e| {
         let message = "the events of the last steps in a memory copy are not valid";

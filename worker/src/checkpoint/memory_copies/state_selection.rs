@@ -1,12 +1,11 @@
-//! Determines which training states can be restored from the copies in the memory of hosts, because
-//! a copy of every rank exists. Every rank computes the same selection from the reports of all
-//! hosts.
+//! Determines which training states can be restored from memory: those of which hosts have copies
+//! of all ranks. Every rank computes the same selection from the reports of all hosts.
 use ckpt::{Hash, memory_store::MemoryCopyId};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What a host reports about one complete copy of a rank's training state in its memory: the copy's
-/// identity, its rank and a hash.
+/// What one host reports to the others about a memory copy that it has: the step and number of the
+/// copy, the rank, and a hash.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct ReportedCopy {
     pub(super) id: MemoryCopyId,
@@ -15,7 +14,8 @@ pub(super) struct ReportedCopy {
     pub(super) hash: Hash,
 }
 
-/// The list of training-state copies in its memory that one host reports to all hosts.
+/// The message in which one host lists the memory copies of training states that it has, for all
+/// other hosts.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct HostCopies {
     pub(super) copies: Vec<ReportedCopy>,
@@ -23,8 +23,7 @@ pub(super) struct HostCopies {
     pub(super) incomplete: Vec<u32>,
 }
 
-/// A training state that can be restored from the memory of hosts, because a copy of every rank's
-/// part exists.
+/// A training state that can be restored because hosts have memory copies of all ranks' shards.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::checkpoint) struct CompleteState {
     pub(in crate::checkpoint) id: MemoryCopyId,
@@ -35,28 +34,29 @@ pub(in crate::checkpoint) struct CompleteState {
 }
 
 impl CompleteState {
-    /// Returns the hash that the copy of a rank's training state must have, or `None` if the state
-    /// has no such rank.
+    /// Returns the hash with which hosts reported the memory copy of rank `rank`, or `None` if the
+    /// training state has no such rank.
     pub(super) fn find_copy_hash(&self, rank: u32) -> Option<Hash> {
         self.hashes.get(rank as usize).copied()
     }
 
-    /// Lists the ranks for whose training-state copies the host with the index `host` sends the
-    /// description to all ranks, because it is the first host that has the copy.
+    /// Lists the ranks whose memory copies the host number `host` must describe to all ranks,
+    /// because no earlier host has these copies.
     pub(super) fn list_ranks_described_by(&self, host: usize) -> Vec<u32> {
         (0..self.id.world).filter(|rank| self.holders[*rank as usize].first() == Some(&host)).collect()
     }
 }
 
-/// A training state with copies in the memory of hosts that cannot be restored, with the reason.
+/// The step of a training state that cannot be restored from the memory of hosts, with the reason,
+/// such as a missing copy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::checkpoint) struct UnusableState {
     pub(in crate::checkpoint) step: u64,
     pub(in crate::checkpoint) reason: String,
 }
 
-/// The training states of which hosts have copies in memory: those that can be restored, and those
-/// that cannot.
+/// The training states of which hosts have memory copies, divided into states that can be restored
+/// and states that cannot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in crate::checkpoint) struct StateSelection {
     /// The complete states, newest first.
@@ -65,8 +65,8 @@ pub(in crate::checkpoint) struct StateSelection {
     pub(in crate::checkpoint) unusable: Vec<UnusableState>,
 }
 
-/// Determines, from the lists of training-state copies that all hosts report, which training states
-/// can be restored from memory.
+/// Determines which training states can be restored from memory, given the list of memory copies
+/// that each host reports.
 ///
 /// If hosts have different copies of a rank, those of the first host count.
 pub(super) fn select_states(hosts: &[HostCopies]) -> StateSelection {

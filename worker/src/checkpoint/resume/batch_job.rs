@@ -28,9 +28,9 @@ const MAX_CHECKPOINTS: usize = 16;
 const MAX_REPORTED: usize = 3;
 
 /// Lists the checkpoints in `checkpoint.dir` that earlier runs of the batch job `batch_job` (such
-/// as a requeued Slurm job) have saved, newest first. Reports manifests that rank 0 cannot read,
-/// because these checkpoints may be of the batch job. Also reports if there are no checkpoints, so
-/// that `resume.from`, which is `from`, applies.
+/// as a requeued Slurm job) saved, newest first. Reports manifests that rank 0 cannot read, because
+/// these checkpoints may be of the batch job. Also reports if there are no checkpoints, so that
+/// `resume.from`, which is `from`, applies.
 ///
 /// Collective: every rank must call it.
 pub(super) fn list_batch_job_checkpoints(
@@ -59,8 +59,8 @@ pub(super) fn list_batch_job_checkpoints(
     Ok(listed)
 }
 
-/// Selects, from the checkpoints of a directory in order from the newest to the oldest, those that
-/// runs of one batch job have saved.
+/// Filter for a directory's checkpoints, given newest first, that accepts those which runs of one
+/// batch job (such as a requeued Slurm job) have saved.
 struct BatchJobSelection<'a> {
     batch_job: &'a BatchJobRecord,
     /// The number of selected checkpoints.
@@ -72,21 +72,21 @@ struct BatchJobSelection<'a> {
 }
 
 impl BatchJobSelection<'_> {
-    /// Creates a selection, still empty, of the checkpoints that runs of the batch job `batch_job`
-    /// have saved.
+    /// Creates a filter that accepts the checkpoints that runs of the batch job `batch_job` have
+    /// saved, with zero accepted checkpoints so far.
     fn new(batch_job: &BatchJobRecord) -> BatchJobSelection<'_> {
         BatchJobSelection { batch_job, selected: 0, other_command: None, unreadable: Vec::new() }
     }
 
-    /// Returns whether [`MAX_CHECKPOINTS`] checkpoints of the batch job are selected, so that no
-    /// older ones are needed.
+    /// Returns whether the maximum of [`MAX_CHECKPOINTS`] checkpoints of the batch job has been
+    /// accepted.
     fn is_full(&self) -> bool {
         self.selected == MAX_CHECKPOINTS
     }
 
-    /// Returns whether a run of the batch job has saved the checkpoint at `path`, and counts it if
-    /// so. `cursor` is the cursor in the manifest of the checkpoint. Records the error if the
-    /// manifest cannot be read.
+    /// Returns whether a run of this batch job has saved the checkpoint at `path`, and updates the
+    /// number of accepted checkpoints. `cursor` is the cursor in the manifest of the checkpoint.
+    /// Records the error if the manifest cannot be read.
     fn select_if_of_batch_job(&mut self, path: &Path, cursor: ckpt::Result<Value>) -> bool {
         match cursor {
             Ok(cursor) => {
@@ -121,10 +121,10 @@ pub(super) fn build_continuation_notice(batch_job: &BatchJobRecord, from: &Resum
     Event::new_diagnostic_notice(None, message, &notice)
 }
 
-/// Builds the notice that no earlier run of the restarted batch job has saved a checkpoint in
-/// `root`, so that this run follows `resume.from`. `other_command` is a checkpoint that a run of
-/// another command of the batch job has saved. Returns `None` if it is not known that the batch job
-/// has had an earlier run.
+/// Builds the message that earlier runs of the restarted batch job have saved no checkpoint in
+/// `root`, and that this run therefore uses `resume.from`. `other_command` is a checkpoint that a
+/// run of another command of the batch job has saved. Returns `None` if it is not known that the
+/// batch job has had an earlier run.
 fn build_no_checkpoint_notice(
     batch_job: &BatchJobRecord,
     from: &ResumeFrom,
@@ -154,8 +154,8 @@ fn build_no_checkpoint_notice(
     Some(Event::new_diagnostic_notice(None, message, &note))
 }
 
-/// Builds the note to the user, with the text `message`, about whether a restarted batch job
-/// continues from an earlier run's checkpoint, or follows `resume.from`.
+/// Builds a diagnostic of the level "note" with the text `message`, which reports from which
+/// checkpoint a restarted batch job resumes.
 fn build_batch_job_resume_note(batch_job: &BatchJobRecord, message: &str) -> Diagnostic {
     Diagnostic::note(codes::RESUME_BATCH_JOB, message)
         .with_subject("resume.from")

@@ -14,8 +14,8 @@ use ckpt::{ExternalCheckpoint, OpenedCheckpoint};
 use diagnostic::Diagnostic;
 use std::path::{Path, PathBuf};
 
-/// Where a run that resumes searches for its training state: the checkpoint directory, the working
-/// directory of relative paths, and the memory of hosts.
+/// Where a resume searches for the training state: `checkpoint.dir`, the base directory of a
+/// relative `resume.from`, and the memory of hosts.
 pub struct CheckpointLocations<'a> {
     /// The directory `checkpoint.dir`.
     pub root: &'a Path,
@@ -29,10 +29,9 @@ pub struct CheckpointLocations<'a> {
     pub memory: Option<&'a HostMemoryCopies>,
 }
 
-/// Lists the checkpoints in the directory `root` that the predicate `accepts` selects, newest
-/// first: those of a shared directory, or those of any host if each host has its own. Calls
-/// `accepts` with the path of each checkpoint, from the newest to the oldest, on the ranks that
-/// list their directory.
+/// Lists the checkpoints in the directory `root` for whose paths `accepts` returns true, newest
+/// first, on all hosts if `root` is not shared. Calls `accepts` with the path of each checkpoint,
+/// from the newest to the oldest, on the ranks that list their directory.
 ///
 /// Collective: every rank must call it.
 pub(super) fn list_candidates(
@@ -52,15 +51,15 @@ pub(super) fn list_candidates(
     Ok(paths.into_iter().map(CheckpointCandidate::from_path).collect())
 }
 
-/// The checkpoint that the user has named as `resume.from`: one that launch wrote (native), or one
-/// that another program wrote (external).
+/// The checkpoint that `resume.from` names, either in the format of launch (native) or in the
+/// format of another program (external).
 pub(super) enum NamedCheckpoint {
     Native(CheckpointCandidate),
     External(Box<ExternalCheckpoint>, PathBuf),
 }
 
-/// Finds the checkpoint that the user has named by `path`: a checkpoint of launch, the newest one
-/// in a directory of such, or a checkpoint that another program wrote.
+/// Finds the checkpoint that `path`, the value of `resume.from`, means: a checkpoint, or the newest
+/// checkpoint in a directory of checkpoints.
 ///
 /// Collective: every rank must call it.
 pub(super) fn find_named_checkpoint(

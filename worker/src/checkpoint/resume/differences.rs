@@ -41,8 +41,8 @@ pub(super) fn find_precision_change_notice(
     }
 }
 
-/// Returns notices about parameters that this job trains but the job that wrote the checkpoint did
-/// not, or the reverse.
+/// Returns messages about parameters that are trained by only one of two jobs: this job and the job
+/// that wrote the checkpoint.
 pub(super) fn collect_frozen_parameter_notices(
     units: &[ParamUnit],
     tensors: &[TensorInfo],
@@ -140,8 +140,9 @@ pub(super) fn collect_job_setting_notices(
     notices
 }
 
-/// Returns a notice if this job assigns experts to ranks differently from the job that wrote the
-/// checkpoint. `stored` is the `train.experts` section of the checkpoint's job.
+/// Returns a message if the expert-parallel size or the placement of experts on ranks differs
+/// between this job and the job that wrote the checkpoint. `stored` is the `train.experts` section
+/// of the checkpoint's job.
 fn find_expert_placement_notice(ready: &UninitializedTrainer, stored: &Value) -> Option<String> {
     ready.trainer.experts.as_ref()?;
     let experts = &ready.train_spec().experts;
@@ -156,9 +157,8 @@ fn find_expert_placement_notice(ready: &UninitializedTrainer, stored: &Value) ->
     })
 }
 
-/// Returns a notice if the optimizer settings of a parameter group (parameters with equal settings)
-/// differ between the job and the checkpoint. Returns a notice about the differences, or `None` if
-/// there are none.
+/// Compares settings such as learning rate and weight decay of a parameter group between the job
+/// and the checkpoint. Returns a notice about the differences, or `None` if there are none.
 fn find_group_difference_notice(ours: &ParamGroup, stored: &ParamGroup) -> Option<String> {
     let betas = |group: &ParamGroup| format!("{:?}", [group.betas.0, group.betas.1]);
     let fields = [

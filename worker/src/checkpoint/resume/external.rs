@@ -1,5 +1,5 @@
-//! Resumes from an external checkpoint, which is one that another program wrote: from its complete
-//! training state, or from its weights only.
+//! Resumes from a checkpoint that another program, such as DeepSpeed, wrote (external checkpoint),
+//! with its training state or with its weights only.
 use super::{
     differences::{
         collect_frozen_parameter_notices, find_precision_change_notice, format_group_notice,
@@ -74,8 +74,8 @@ pub(super) fn load_external_state(
     Ok(ResumePoint { path: path.into(), cursor, is_native: false, rng_generation: 0, memory })
 }
 
-/// Loads only the weights of an external checkpoint (one that another program wrote) into the
-/// trainers of all ranks, without adapters and training state. Collective: every rank must call it.
+/// Loads the weights, but no other training state, of an external checkpoint (written by another
+/// program) into the trainers of all ranks. Collective: every rank must call it.
 pub(super) fn load_external_weights(
     ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,
@@ -91,8 +91,9 @@ pub(super) fn load_external_weights(
     Ok(())
 }
 
-/// Determines on every rank which tensor of an external checkpoint (one that another program wrote)
-/// contains which parameter of the model. Rank 0 also checks that tied weights are equal.
+/// Determines on every rank, for each parameter of the model, the tensor of the external checkpoint
+/// (written by another program) that contains its values. Rank 0 also checks that tied weights are
+/// equal.
 ///
 /// Collective: every rank must call it.
 fn match_model_weights(
@@ -113,9 +114,9 @@ fn match_model_weights(
     require_on_all_ranks(ready.trainer.engine.queue(), aliases.map(|()| matched))
 }
 
-/// Reads the weights that this rank owns, and their optimizer states if the checkpoint has them,
-/// from an external checkpoint (one that another program wrote) into the trainer. Collective: every
-/// rank must call it.
+/// Reads this rank's ranges of the weights, and of the optimizer states if available, from an
+/// external checkpoint (written by another program) into the trainer. Collective: every rank must
+/// call it.
 fn read_matched_ranges(
     ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,
@@ -135,8 +136,8 @@ fn read_matched_ranges(
     }
 }
 
-/// Fails if the job requires all random generators to be restored (`resume.rng: strict`), but
-/// another number of ranks wrote the external checkpoint (of another program).
+/// Fails if `resume.rng: strict` is set and the external checkpoint (written by another program)
+/// has the random generator states of another number of ranks.
 fn reject_changed_world_with_strict_rng(
     source: &ExternalCheckpoint,
     job: &JobSpec,
@@ -160,9 +161,9 @@ fn reject_changed_world_with_strict_rng(
     Ok(())
 }
 
-/// Restores the step, samples and tokens of a run from an external checkpoint (one that another
-/// program wrote), and by how many updates each parameter is behind the step. Returns the progress
-/// with notices about how it was determined.
+/// Restores the completed steps, samples and tokens from an external checkpoint (written by another
+/// program), and the number of updates of each parameter. Returns the progress with notices about
+/// how it was determined.
 fn restore_position(
     ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,
@@ -224,8 +225,8 @@ fn restore_loss_scale(ready: &mut UninitializedTrainer, source: &ExternalCheckpo
     restored.err().map(|why| format!("the loss scale starts at its initial value: {why}"))
 }
 
-/// Returns notices about parts of an external checkpoint (written by another program), such as
-/// optimizer states or buffers, that this job does not load.
+/// Returns messages about data in an external checkpoint (written by another program) that this job
+/// ignores, such as optimizer states or random generator states.
 fn collect_unused_part_notices(source: &ExternalCheckpoint, matched: &WeightMatch) -> Vec<String> {
     let rng = (!source.facts().rng_files.is_empty()).then(|| {
         "the checkpoint's RNG states of Python and torch are not loaded: the built-in runtime's random \
@@ -235,8 +236,8 @@ fn collect_unused_part_notices(source: &ExternalCheckpoint, matched: &WeightMatc
     find_unused_buffer_notice(matched).into_iter().chain(rng).collect()
 }
 
-/// Returns a notice about buffers (tensors that are not trained) in the checkpoint that the job's
-/// model does not have.
+/// Returns a message about buffers (tensors that are not trained) that are in the checkpoint but
+/// not in the job's model, or `None`.
 fn find_unused_buffer_notice(matched: &WeightMatch) -> Option<String> {
     let has_unused = !matched.unused.is_empty();
     has_unused.then(|| {
@@ -244,8 +245,8 @@ fn find_unused_buffer_notice(matched: &WeightMatch) -> Option<String> {
     })
 }
 
-/// Returns notices about hyper-parameters and the learning rate of the job that differ from those
-/// in an external checkpoint (written by another program).
+/// Returns messages about hyper-parameters, such as weight decay and learning rate, whose values in
+/// the job and in the external checkpoint differ.
 fn collect_hyperparam_notices(
     ready: &UninitializedTrainer,
     source: &ExternalCheckpoint,
@@ -291,8 +292,8 @@ fn collect_hyperparam_notices(
     notices
 }
 
-/// Describes each hyper-parameter of a parameter group that differs between the job and a
-/// checkpoint of another program, with both values.
+/// Returns a text for each hyper-parameter of a parameter group whose values differ between the job
+/// and a checkpoint of another program.
 fn describe_changed_hyperparams(ours: &ParamGroup, stored: &Map<String, Value>) -> Vec<String> {
     let number = |key: &str| stored.get(key).and_then(Value::as_f64);
     let betas = stored
@@ -321,8 +322,8 @@ fn describe_changed_hyperparams(ours: &ParamGroup, stored: &Map<String, Value>) 
     changed
 }
 
-/// Returns a notice if the job's learning rate in the next step differs from the rate with which
-/// the program that wrote the checkpoint would have continued.
+/// Returns a message if the job's learning rate for the next step differs from the learning rate
+/// stored in the external checkpoint.
 fn find_learning_rate_notice(
     ready: &UninitializedTrainer,
     stored_groups: &[ckpt::ParamGroupInfo],
@@ -342,8 +343,8 @@ fn find_learning_rate_notice(
     })
 }
 
-/// Returns the step that a learning rate scheduler had reached, from its state in a checkpoint of
-/// DeepSpeed or torch. DeepSpeed's schedulers count from −1, torch's from 0.
+/// Returns how many steps a learning rate scheduler had done, according to its state in a
+/// checkpoint of DeepSpeed or torch. DeepSpeed's schedulers count from −1, torch's from 0.
 fn read_scheduler_step(scheduler: &Value) -> Option<u64> {
     let number = |key: &str| scheduler.get(key).and_then(Value::as_i64);
     let position = number("last_epoch").or_else(|| number("last_batch_iteration")?.checked_add(1));

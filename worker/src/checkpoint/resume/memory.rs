@@ -13,12 +13,12 @@ use crate::{
 };
 use protocol::event::ResumeSource;
 
-/// The largest number of training states in the memory of hosts for which a message states why they
+/// Maximum number of training states in the memory of hosts about which a message states why they
 /// were not used.
 const MAX_LISTED_STATES: usize = 2;
 
-/// Whether the run resumed from copies of the training state in the memory of hosts, or why it must
-/// resume from disk.
+/// Result of the search for a training state in the memory of hosts: the run resumed from it, or
+/// must resume from a checkpoint on disk.
 pub(super) enum MemorySearchOutcome {
     /// The run resumed from copies in memory.
     Resumed(ResumePoint),
@@ -27,8 +27,8 @@ pub(super) enum MemorySearchOutcome {
     Unusable(Option<String>),
 }
 
-/// The range of steps in which a training state in the memory of hosts is to be preferred to the
-/// next checkpoint on disk.
+/// Range of steps in which a training state in the memory of hosts is preferred to the checkpoint
+/// on disk that would be tried next.
 #[derive(Clone, Copy)]
 pub(super) struct MemoryCopyStepRange {
     /// The step of the next checkpoint on disk. States of earlier steps are not tried. `None` if
@@ -39,8 +39,8 @@ pub(super) struct MemoryCopyStepRange {
     pub(super) below: Option<u64>,
 }
 
-/// Resumes from the newest training state in the memory of hosts that can be restored and whose
-/// step is in `range`. Collective: every rank must call it.
+/// Resumes from the training state with the largest step in `range` of which the memory of hosts
+/// contains a complete set of copies. Collective: every rank must call it.
 pub(super) fn resume_from_memory(
     ready: &mut UninitializedTrainer,
     dirs: &CheckpointLocations,
@@ -91,10 +91,10 @@ fn load_memory_state(
     load_opened_checkpoint(ready, &opened, &state.display_path(), data_digest, origin, events)
 }
 
-/// Formats the reason why the newest training states in the memory of hosts were not used, for a
-/// message to the user. `problems` has the step and the problem of each state. Mentions only states
-/// of `step` and of later steps, or all states if `step` is `None`. Returns `None` if there are
-/// none.
+/// Formats the reasons why training states in the memory of hosts were not used, with the step of
+/// each state, as text for the user. `problems` has the step and the problem of each state.
+/// Mentions only states of `step` and of later steps, or all states if `step` is `None`. Returns
+/// `None` if there are none.
 fn format_unused_states_reason(problems: &[(u64, String)], step: Option<u64>) -> Option<String> {
     let mut newer: Vec<&(u64, String)> = problems.iter().filter(|(at, _)| Some(*at) >= step).collect();
     newer.sort_by_key(|(at, _)| std::cmp::Reverse(*at));

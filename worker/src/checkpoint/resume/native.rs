@@ -32,8 +32,8 @@ use std::{
     path::Path,
 };
 
-/// Why a checkpoint was not loaded: it is damaged, so that an older one may be tried, or an error
-/// ends the run.
+/// Why a checkpoint was not loaded: its files are damaged (an older checkpoint may then be tried),
+/// or another error, which ends the run.
 pub(super) enum LoadError {
     /// The checkpoint is damaged: its bytes are not those that were written. An older checkpoint
     /// may be usable.
@@ -71,15 +71,15 @@ pub(super) fn load_native_checkpoint(
     load_opened_checkpoint(ready, &opened, &candidate.path, data_digest, origin, events)
 }
 
-/// Whether the training state to resume from is in a checkpoint directory or in the memory of
-/// hosts, and why it was selected.
+/// Source of the training state to resume from, a checkpoint directory or the memory of hosts, with
+/// the reason why it was chosen instead of another.
 pub(super) struct ResumeOrigin {
     pub(super) source: ResumeSource,
     pub(super) reason: Option<String>,
 }
 
-/// Returns the checkpoint `opened` if every rank could open it, and otherwise fails on every rank
-/// with the first error. Collective: every rank must call it.
+/// Returns `opened`, the checkpoint that this rank opened, if all ranks could open it; otherwise
+/// fails on every rank with the first rank's error. Collective: every rank must call it.
 pub(super) fn require_readable_on_all_ranks(
     ready: &UninitializedTrainer,
     opened: Result<ReadableCheckpoint>,
@@ -161,8 +161,8 @@ pub(super) fn load_opened_checkpoint(
     Ok(ResumePoint { path: path.into(), cursor, is_native: true, rng_generation, memory })
 }
 
-/// An open native checkpoint (one that launch wrote) that every rank can read completely: from a
-/// shared directory, or with the help of ranks on other hosts.
+/// An open checkpoint in launch's own format of which every rank can read all files, from a shared
+/// directory or from other hosts through their ranks.
 pub(super) enum ReadableCheckpoint {
     Shared(Box<Checkpoint>),
     HostLocal(Box<HostLocalCheckpoint>),
@@ -251,8 +251,8 @@ fn restore_loss_scale(ready: &mut UninitializedTrainer, facts: &RunFacts, path: 
     Ok(ready.trainer.loss_scale.restore_state(state).map_err(|e| invalid().with_cause(&e))?)
 }
 
-/// Reads from the checkpoint which parameters had fewer optimizer updates than the run has steps
-/// (because they were frozen for a while), and how many fewer.
+/// Reads for each parameter that was frozen for a while how many optimizer updates fewer than the
+/// run it had, from the checkpoint.
 fn read_step_lag(facts: &RunFacts, path: &Path) -> Result<HashMap<String, u64>> {
     match facts.cursor.get("late") {
         None | Some(Value::Null) => Ok(HashMap::new()),

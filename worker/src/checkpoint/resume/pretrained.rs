@@ -47,7 +47,7 @@ pub struct PretrainedModel {
 
 impl PretrainedModel {
     /// Opens the Hugging Face directory of the pretrained model that the job names, and checks that
-    /// all ranks see the same configuration in it. Returns `None` if the job names no directory.
+    /// config.json has the same content on all ranks. Returns `None` if the job names no directory.
     ///
     /// Collective: every rank must call it.
     pub fn open(directory: Option<&Path>, comm: &dyn Comm) -> Result<Option<PretrainedModel>> {
@@ -84,8 +84,8 @@ impl PretrainedModel {
         load_external_weights(ready, &self.source, events)
     }
 
-    /// Replaces or extends `texts`, the text files (tokenizer, generation settings) that
-    /// checkpoints store with the weights, by those of the pretrained model.
+    /// Updates `texts`, the tokenizer and configuration files that checkpoints contain, with the
+    /// corresponding files of the pretrained model's directory.
     ///
     /// If `texts` contains the directory's tokenizer.json, the directory's text files replace all
     /// of `texts`. Otherwise only the directory's generation_config.json, if any, is appended.

@@ -5,8 +5,8 @@ use protocol::control::FromWorker;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
-/// Where a run resumed: the checkpoint or the copies in memory, and the progress (steps, samples,
-/// tokens) recorded there.
+/// The checkpoint or training state in memory from which a run resumed, with the steps, samples and
+/// tokens that were completed before.
 pub struct ResumePoint {
     /// The directory of the checkpoint.
     pub path: PathBuf,
@@ -20,8 +20,8 @@ pub struct ResumePoint {
     pub memory: MemoryResumeState,
 }
 
-/// Whether a run resumed from copies of the training state in the memory of hosts, and which number
-/// its next copy gets.
+/// Whether the run resumed from copies of the training state in the memory of hosts, and from which
+/// number on it numbers new copies.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryResumeState {
     /// Whether the run resumed from copies in memory.
@@ -35,8 +35,8 @@ pub struct MemoryResumeState {
 }
 
 impl ResumePoint {
-    /// Returns how many times the random generators of the run were reseeded, this resume included,
-    /// and the JSON by which the next checkpoint records this resume.
+    /// Returns how often the random generators of the run have been reseeded, including this
+    /// resume, and a JSON description of this resume for later checkpoints.
     ///
     /// The random numbers of the built-in runtime do not depend on the generation. `reseed`
     /// therefore increments the generation, but changes no random number.
@@ -52,6 +52,6 @@ impl ResumePoint {
     }
 }
 
-/// A callback that receives the messages with the events that occur while a run resumes. Only the
-/// messages of rank 0 are sent.
+/// Callback that sends a message with an event from this rank to its agent while the run resumes.
+/// Only the messages of rank 0 are sent.
 pub type EventSink<'a> = dyn FnMut(FromWorker) -> Result<()> + 'a;

@@ -1,5 +1,5 @@
-//! [`match_weights`]: decides which tensor of an external checkpoint (one that another program
-//! wrote) fills which parameter of the job's model.
+//! Finds for each parameter of the job's model the tensor with its values in a checkpoint of
+//! another program ([`match_weights`]).
 use crate::{
     error::{Result, build_checkpoint_error, to_unreadable_checkpoint_error},
     model::{Model, TiedWeight},
@@ -15,11 +15,12 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 /// The largest number of tensor names that one error message lists.
 const MAX_LISTED_NAMES: usize = 4;
-/// The number of elements of two stored weights that are read and compared at a time.
+/// Number of elements of each of two stored weights that are read and compared at a time, to limit
+/// the memory of the comparison.
 const COMPARE_CHUNK_ELEMENTS: usize = 1 << 18;
 
-/// Which tensors of an external checkpoint (written by another program) the job uses: the names
-/// under which they are stored, and which parameters have optimizer states.
+/// How the tensors of a checkpoint of another program correspond to the parameters of the job:
+/// renamed weights, and parameters without optimizer states.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct WeightMatch {
     /// Maps a weight's name in the job to its name in the checkpoint. Contains only weights whose
@@ -36,8 +37,8 @@ pub(super) struct WeightMatch {
     aliases: Vec<(String, String)>,
 }
 
-/// What the job needs from an external checkpoint (written by another program): the model's
-/// parameters, its tied weights, and the states of the optimizer.
+/// The parameters, pairs of tied weights and optimizer states that the job needs from a checkpoint
+/// of another program.
 pub(super) struct ModelRequirements<'a> {
     /// The `model_type` in the model's `config.json`.
     pub(super) family: &'a str,
@@ -50,7 +51,8 @@ pub(super) struct ModelRequirements<'a> {
     pub(super) selects: fn(&str) -> bool,
 }
 
-/// Formats names for a message, such as `a, b, c, d and 3 more`.
+/// Joins names for a message to the user, and replaces all but the first few by their number: `a,
+/// b, c, d and 3 more`.
 pub(super) fn format_names<S: AsRef<str>>(names: &[S]) -> String {
     let listed: Vec<&str> = names.iter().take(MAX_LISTED_NAMES).map(AsRef::as_ref).collect();
     match names.len().saturating_sub(MAX_LISTED_NAMES) {
@@ -66,7 +68,7 @@ pub(super) fn list_weight_shapes(ready: &UninitializedTrainer) -> Vec<(String, V
 }
 
 /// Lists every name under which a checkpoint may store a weight that this job trains, including the
-/// second name of a weight that is used in two places (tied).
+/// second name of a tied weight.
 pub(super) fn list_trained_names(ready: &UninitializedTrainer) -> HashSet<String> {
     let (ties, model) = (ready.trainer.model.tied_weights(), &ready.trainer.model);
     let mut names = HashSet::new();
@@ -148,8 +150,8 @@ pub(super) fn read_model_type(config: &Map<String, Value>) -> Option<&str> {
     config.get("model_type").and_then(Value::as_str)
 }
 
-/// The names of tensors in a checkpoint or an adapter directory that do not fit the job's model:
-/// missing ones, superfluous ones and those of another shape.
+/// Names of the tensors that prevent a checkpoint or adapter directory from being loaded: missing
+/// ones, unexpected ones, and ones with a wrong shape.
 #[derive(Default)]
 pub(super) struct TensorMismatches {
     pub(super) missing: Vec<String>,
@@ -159,9 +161,9 @@ pub(super) struct TensorMismatches {
 }
 
 impl TensorMismatches {
-    /// Records that the tensor `name` does not fit the model if its stored shape differs from the
-    /// shape `expected`. `owner` names the side that expects this shape in the message: `model` or
-    /// `job`.
+    /// Adds the tensor `name` to the list of tensors with a wrong shape if `stored`, its shape in
+    /// the checkpoint, differs from `expected`. `owner` names the side that expects this shape in
+    /// the message: `model` or `job`.
     pub(super) fn record_shape_mismatch(
         &mut self,
         name: &str,
@@ -174,8 +176,9 @@ impl TensorMismatches {
         }
     }
 
-    /// Describes the tensors that do not fit the model, the first few of each kind (missing, other
-    /// shape, superfluous), for an error message. Kinds without tensors are left out.
+    /// Formats the names of the tensors that do not fit the job's model (missing, wrong shape,
+    /// unexpected) for an error message. Only the first few names of each kind are listed. Kinds
+    /// without tensors are left out.
     pub(super) fn describe(&self) -> Vec<String> {
         let kinds = [
             ("missing", &self.missing),
@@ -186,8 +189,8 @@ impl TensorMismatches {
         present.map(|(kind, names)| format!("{kind}: {}", format_names(names))).collect()
     }
 
-    /// Adds the names of all mismatching tensors to the structured fields of the diagnostic
-    /// `error`.
+    /// Adds the lists of missing, unexpected and wrongly shaped tensors to the machine-readable
+    /// fields of `error`, and returns the error.
     pub(super) fn add_names_to_error(self, error: Diagnostic) -> Diagnostic {
         error
             .with_field("missing", self.missing)
@@ -196,8 +199,8 @@ impl TensorMismatches {
     }
 }
 
-/// Fails if any tensor of an external checkpoint (written by another program) does not fit the
-/// job's model; `mismatches` lists these tensors.
+/// Fails if `mismatches` contains a tensor of an external checkpoint (written by another program)
+/// that does not fit the job's model.
 fn reject_mismatches(source: &ExternalCheckpoint, mismatches: TensorMismatches, family: &str) -> Result<()> {
     let mut parts = mismatches.describe();
     if parts.is_empty() {
@@ -225,8 +228,8 @@ fn reject_mismatches(source: &ExternalCheckpoint, mismatches: TensorMismatches, 
     Err(error.with_help(help).into())
 }
 
-/// Determines whether an external checkpoint (written by another program) contains the optimizer
-/// states that the job needs, and which parameters lack them because they were frozen before.
+/// Checks that a checkpoint of another program has the needed optimizer states, and returns the
+/// parameters without states because they were frozen.
 ///
 /// Fails if another optimizer state is missing, or if the training state has no optimizer state.
 fn match_optimizer_states(
@@ -295,8 +298,8 @@ fn build_incomplete_state_error(source: &ExternalCheckpoint, missing: &[String])
         .with_help("use another checkpoint, or resume from its weights (`launch ckpt gather`)")
 }
 
-/// Fails if the checkpoint stores a weight that the model uses in two places (tied) under both
-/// names with different values.
+/// Fails if the checkpoint contains two copies with different values of a weight that the model
+/// uses in two places (tied weight).
 pub(super) fn require_equal_tied_values(source: &ExternalCheckpoint, matched: &WeightMatch) -> Result<()> {
     let tensors = source.tensors();
     let elements = |name: &str| {
@@ -320,8 +323,8 @@ pub(super) fn require_equal_tied_values(source: &ExternalCheckpoint, matched: &W
     Ok(())
 }
 
-/// Reads two weights of `elements` elements each from a checkpoint that another program wrote, and
-/// returns whether they have the same bits.
+/// Reads the weights named `a` and `b` from a checkpoint of another program, and returns whether
+/// all elements have equal bits.
 fn have_equal_values(source: &ExternalCheckpoint, a: &str, b: &str, elements: u64) -> Result<bool> {
     let (mut a_values, mut b_values) =
         (vec![0f32; COMPARE_CHUNK_ELEMENTS], vec![0f32; COMPARE_CHUNK_ELEMENTS]);

@@ -1,5 +1,5 @@
-//! [`InterpretationError`]: a library in the sandbox process failed to interpret a file, or
-//! exceeded a limit.
+//! The error [`InterpretationError`]: a library that runs in the sandbox process could not
+//! interpret a file, or exceeded a limit.
 use super::{
     keys::{CHAT_TEMPLATE_KEY, FILES_KEY, TOKENIZER_KEY},
     problems::RecordPosition,
@@ -8,7 +8,8 @@ use diagnostic::{Diagnostic, codes::data as codes};
 use sandbox::SandboxError;
 use std::{fmt, path::PathBuf};
 
-/// What a sandbox process was doing when it failed, such as loading a tokenizer.
+/// The kinds of work of the sandbox process, such as loading a tokenizer, by which an error states
+/// during which one it occurred.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InterpretationStep {
     /// Load a tokenizer.
@@ -26,8 +27,8 @@ pub enum InterpretationStep {
 }
 
 impl InterpretationStep {
-    /// Converts the number with which a sandbox process reports what kind of work it has begun
-    /// (such as tokenizing) to the kind; `None` for an unknown number.
+    /// Returns the kind of work (such as tokenizing) that the sandbox process reports as the number
+    /// `number`, or `None` for an unknown number.
     pub(crate) fn from_number(number: u64) -> Option<Self> {
         const ALL_STEPS: [InterpretationStep; 6] = [
             InterpretationStep::LoadTokenizer,
@@ -40,8 +41,7 @@ impl InterpretationStep {
         ALL_STEPS.into_iter().find(|step| *step as u64 == number)
     }
 
-    /// Returns the kind of work of the sandbox process as a verb with its object, to which a
-    /// message appends the path of a file.
+    /// Returns the kind of work in words for an error message, such as `load the tokenizer`.
     fn describe(self) -> &'static str {
         match self {
             InterpretationStep::LoadTokenizer => "load the tokenizer",
@@ -53,8 +53,8 @@ impl InterpretationStep {
         }
     }
 
-    /// Returns the key of job.yaml for the file with which the sandbox process was working: the
-    /// tokenizer, the chat template or the data.
+    /// Returns the key of job.yaml that names the file used in this kind of work, such as the key
+    /// of the tokenizer.
     fn job_yaml_key(self) -> &'static str {
         match self {
             InterpretationStep::LoadTokenizer
@@ -66,8 +66,8 @@ impl InterpretationStep {
     }
 }
 
-/// The record of a data file that a library was interpreting when it failed, or the first of
-/// several records of which one failed.
+/// The record of a data file during whose interpretation a library failed, or the first record of a
+/// group if the exact record is unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FailedRecord {
     /// The record that was being interpreted, or the first of several such records.
@@ -76,7 +76,8 @@ pub struct FailedRecord {
     pub is_exact: bool,
 }
 
-/// The error that a library in the sandbox process failed to interpret a file, or exceeded a limit.
+/// Error for a file that a library in the sandbox process could not interpret, or for which it
+/// exceeded a limit such as memory.
 #[derive(Debug)]
 pub struct InterpretationError {
     /// What the library was doing when it failed.

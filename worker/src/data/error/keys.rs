@@ -1,4 +1,5 @@
-//! The keys of job.yaml that errors about training data name as their subject.
+//! Names of the keys of job.yaml to which errors about training data refer, such as
+//! `train.data.files`.
 
 /// The key of job.yaml for the data files, which errors about records and files name.
 pub(crate) const FILES_KEY: &str = "train.data.files";

@@ -1,5 +1,5 @@
-//! The causes of a [`super::DataError`]: problems of a file pattern, record, template, tokenizer
-//! file or token cache.
+//! Detailed causes of errors about training data ([`super::DataError`]), such as an invalid record,
+//! file pattern or tokenizer file.
 use crate::data::tokenizer_files::{KNOWN_EOD_TOKENS, TOKENIZER_CONFIG_FILE};
 use diagnostic::{Diagnostic, codes::data as codes};
 use serde::{Deserialize, Serialize};
@@ -47,8 +47,8 @@ pub enum RecordPosition {
 }
 
 impl RecordPosition {
-    /// Returns the name and the value with which a diagnostic states this position: `line` or
-    /// `row`, and the number.
+    /// Returns this position as a named number for the fields of an error: `line` or `row`, and the
+    /// line or row number.
     pub(super) fn to_diagnostic_field(self) -> (&'static str, u64) {
         match self {
             RecordPosition::Line(number) => ("line", number),
@@ -63,8 +63,8 @@ impl fmt::Display for RecordPosition {
     }
 }
 
-/// The categories of serde_json's errors ([`Category`]), declared again so that they can be
-/// serialized in messages between processes.
+/// Copy of serde_json's enum [`Category`] of error categories, through which the categories can be
+/// serialized for another process.
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "Category")]
 enum JsonErrorCategory {
@@ -251,8 +251,8 @@ impl fmt::Display for TemplateFailure {
 
 impl std::error::Error for TemplateFailure {}
 
-/// Why a chat cannot be rendered as text, or why it is unclear which parts of the text count for
-/// the loss.
+/// Why the messages of a chat cannot be converted to text by the chat template, or to tokens with a
+/// loss mask.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum ChatProblem {
     /// The messages are not a list.
@@ -464,8 +464,8 @@ impl TokenizerProblem {
     }
 }
 
-/// The operation on a token cache file that failed, for error messages: creating, locking, reading
-/// or writing.
+/// The kind of access to a token cache file (create, lock, read or write) that an error message
+/// names as failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenCacheOperation {
     /// Create the directory.
@@ -489,7 +489,8 @@ impl fmt::Display for TokenCacheOperation {
     }
 }
 
-/// Why a token cache file cannot be used and is rebuilt.
+/// Why an existing token cache file cannot be used, for example a wrong size, so that launch builds
+/// it again.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TokenCacheDamage {
     /// The file is shorter than a header.

@@ -21,8 +21,8 @@ use std::{
 /// be the first argument.
 pub const SANDBOX_ARGUMENT: &str = "sandbox";
 
-/// Why the sandbox process did not answer a request, and during which work (such as tokenizing) it
-/// failed.
+/// Error of a request to the sandbox process, with the kind of work (such as tokenizing) that was
+/// in progress.
 #[derive(Debug)]
 pub(crate) struct InterpreterFailure {
     /// The work during which the process failed. Absent if the process did not start to work.
@@ -50,16 +50,16 @@ pub(crate) struct TemplateSource {
     pub(crate) special_tokens: Vec<(String, String)>,
 }
 
-/// The client of a sandbox process that interprets data for this process: tokenizers, chat
-/// templates and documents. The process starts at the first request, and again after a failure,
+/// Client of a sandbox process, which loads tokenizers and chat templates and tokenizes documents
+/// on behalf of this process. The process starts at the first request, and again after a failure,
 /// with the same tokenizer and template.
 pub(crate) struct SandboxInterpreter {
     threads: usize,
     state: Mutex<InterpreterState>,
 }
 
-/// The sandbox process, if it is running, and the tokenizer and the chat template that a restarted
-/// process must load.
+/// The running sandbox process, if any, and the tokenizer and chat template that must be loaded
+/// again if it is restarted.
 #[derive(Default)]
 struct InterpreterState {
     process: Option<SandboxProcess>,
@@ -101,8 +101,8 @@ impl SandboxInterpreter {
         Ok(reply)
     }
 
-    /// Interprets one document in the sandbox process: renders it if it is a chat, and tokenizes or
-    /// only checks the text, depending on `options`.
+    /// Sends one document to the sandbox process, which renders it if it is a chat, and tokenizes
+    /// or only checks it, depending on `options`.
     pub(crate) fn interpret_document(
         &self,
         document: Document,
@@ -133,14 +133,15 @@ impl SandboxInterpreter {
         self.threads
     }
 
-    /// Acquires exclusive access to the sandbox process, for requests whose replies are received
-    /// later and in order. Blocks while another thread has an open stream.
+    /// Gives the calling thread exclusive access to the sandbox process, so that it can send
+    /// several requests before it receives the replies. Blocks while another thread has an open
+    /// stream.
     pub(crate) fn open_stream(&self) -> RequestStream<'_> {
         RequestStream { threads: self.threads, state: self.lock() }
     }
 
-    /// Locks the mutex that protects the sandbox process and the tokenizer and chat template that
-    /// it has loaded.
+    /// Locks the mutex of the running sandbox process and of the tokenizer and chat template loaded
+    /// in it.
     fn lock(&self) -> MutexGuard<'_, InterpreterState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -166,16 +167,16 @@ fn borrow_pairs(pairs: &[(String, String)]) -> Vec<(&str, &str)> {
     pairs.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect()
 }
 
-/// Exclusive access to the sandbox process, with which one thread at a time sends requests and
-/// receives their replies in order. Replies arrive in the order of the requests.
+/// Exclusive access of one thread to the sandbox process, for sending requests and receiving their
+/// replies. Replies arrive in the order of the requests.
 pub(crate) struct RequestStream<'a> {
     threads: usize,
     state: MutexGuard<'a, InterpreterState>,
 }
 
 impl RequestStream<'_> {
-    /// Sends a request to the sandbox process, together with the open file `file` if one is given.
-    /// Starts the process if none runs.
+    /// Sends `request` to the sandbox process, with the open file `file` if one is given, and does
+    /// not wait for the reply. Starts the process if none runs.
     pub(crate) fn send(
         &mut self,
         request: &Request,
@@ -215,8 +216,8 @@ impl RequestStream<'_> {
         self.receive()
     }
 
-    /// Interprets one document in the sandbox process: renders it if it is a chat, and tokenizes or
-    /// only checks the text, depending on `options`. No other request may be pending.
+    /// Sends one document to the sandbox process, which renders it if it is a chat, and tokenizes
+    /// or only checks it, depending on `options`. No other request may be pending.
     pub(crate) fn interpret_document(
         &mut self,
         document: Document,
@@ -242,8 +243,8 @@ impl Drop for RequestStream<'_> {
 }
 
 impl InterpreterState {
-    /// Starts a sandbox process, and loads in it the tokenizer and the chat template that the
-    /// previous process had loaded.
+    /// Starts a new sandbox process, and makes it load the current tokenizer and chat template, if
+    /// any.
     fn start_process(&self, threads: usize) -> Result<SandboxProcess, InterpreterFailure> {
         let settings = SandboxSettings {
             threads: threads as u32,
@@ -276,7 +277,8 @@ fn build_sandbox_command() -> SandboxCommand {
     }
 }
 
-/// Returns the command that starts the tests' executable as a sandbox process.
+/// Returns the command that starts the executable of the unit tests as a sandbox process, in place
+/// of the executable `launch`.
 #[cfg(test)]
 pub(super) fn build_sandbox_command() -> SandboxCommand {
     SandboxCommand {

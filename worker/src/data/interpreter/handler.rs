@@ -32,8 +32,8 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
-/// Creates the handler of requests for a sandbox process, and starts the threads on which it
-/// interprets documents.
+/// Creates the object that handles the requests to a sandbox process, and starts the threads that
+/// interpret documents.
 pub(crate) fn create_request_handler(settings: &SandboxSettings) -> Box<dyn RequestHandler> {
     let threads = rayon::ThreadPoolBuilder::new().num_threads(settings.threads as usize);
     // Without the pool, rayon starts a pool with other stacks at its first use.
@@ -48,8 +48,8 @@ struct InterpreterRequestHandler {
     rows: Option<ParquetRows>,
 }
 
-/// Renders chats and tokenizes documents on all threads of the sandbox process, with the loaded
-/// tokenizer and chat template.
+/// The tokenizer and the chat template that are loaded in the sandbox process, with which it
+/// converts chats and texts to tokens on all threads.
 #[derive(Default)]
 pub(super) struct DocumentInterpreter {
     /// The loaded tokenizer. Without one, tokens are bytes.
@@ -100,7 +100,7 @@ fn encode_reply(reply: &impl Serialize) -> Vec<u8> {
     rmp_serde::to_vec(reply).unwrap_or_default()
 }
 
-/// Runs `work`, which calls a library, with a limit of CPU time for an input of `bytes` bytes, and
+/// Calls `work`, which passes `bytes` bytes of input to a library, with a limit of CPU time, and
 /// catches a panic of the library. If the library panics, returns the message of the panic,
 /// converted by `convert`.
 fn run_with_cpu_limit<T>(bytes: usize, convert: impl FnOnce(String) -> T, work: impl FnOnce() -> T) -> T {
@@ -113,8 +113,8 @@ fn describe_last_panic() -> String {
     format!("the library failed: {}", take_panic_message())
 }
 
-/// A document that is ready to be tokenized, as a text with or without a loss mask, or the result
-/// of a document that is not tokenized.
+/// A document before tokenizing: its text, its text with a loss mask, or a final result such as an
+/// error.
 enum PreparedDocument<'a> {
     Text(Cow<'a, str>),
     Masked(LossMaskedText),
@@ -240,7 +240,8 @@ impl DocumentInterpreter {
         }
     }
 
-    /// Tokenizes documents on all threads, if `options` request tokens.
+    /// Tokenizes the prepared documents on all threads of the sandbox process; documents are only
+    /// checked if `options` do not request tokens.
     fn tokenize_documents(
         &self,
         documents: Vec<PreparedDocument>,
@@ -285,7 +286,7 @@ impl DocumentInterpreter {
     }
 }
 
-/// Reads the next rows of the open Parquet file, as many as the sandbox process returns in one
+/// Reads as many of the next rows of the open Parquet file as the sandbox process returns in one
 /// reply. Stops when the rows have enough text or their number reaches `limit`, and after a row
 /// that cannot be used. Returns the rows, and whether there are no further rows to read.
 fn read_rows(rows: &mut ParquetRows, limit: u64) -> (Vec<Result<RowRecord, RecordProblem>>, bool) {
@@ -309,8 +310,8 @@ fn read_rows(rows: &mut ParquetRows, limit: u64) -> (Vec<Result<RowRecord, Recor
     (records, false)
 }
 
-/// Converts the tokens of a document, or the error of the tokenizer, to the result for this
-/// document in the reply of the sandbox process.
+/// Converts the tokenizer library's result for a document (tokens or an error) to the result that
+/// the sandbox process sends.
 fn tokens_to_document_result(tokens: tokenizers::Result<Vec<u32>>) -> DocumentResult {
     match tokens {
         Ok(tokens) => DocumentResult::Tokens(TokenList(tokens)),
@@ -318,14 +319,14 @@ fn tokens_to_document_result(tokens: tokenizers::Result<Vec<u32>>) -> DocumentRe
     }
 }
 
-/// Converts the message of a panic in the template library to a [`TemplateFailure`], the error of a
-/// chat template.
+/// Creates the error for a chat template during whose compilation or rendering the template library
+/// panicked with the message `message`.
 fn describe_template_panic(message: String) -> TemplateFailure {
     TemplateFailure { is_endless: false, detail: message, line: None }
 }
 
-/// Returns the result for a chat during whose rendering the template library panicked: an error
-/// with the panic's message.
+/// Returns an error as the result for a chat during whose rendering the template library panicked,
+/// with the message of the panic.
 fn reject_template_panic(message: String) -> PreparedDocument<'static> {
     let problem = ChatProblem::Template(describe_template_panic(message));
     PreparedDocument::Done(DocumentResult::Invalid(problem.into()))

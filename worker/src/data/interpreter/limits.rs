@@ -2,24 +2,24 @@
 use sandbox::RequestLimits;
 use std::time::Duration;
 
-/// Memory that the sandbox process may use for a tokenizer, a template and short documents, in
-/// bytes. The largest tokenizers in use, with 262,144 tokens, need half of it. The small tokenizers
-/// of the tests reach a lower limit sooner.
+/// Memory in bytes that any request to the sandbox process may use; long documents get additional
+/// memory. The largest tokenizers in use, with 262,144 tokens, need half of it. The small
+/// tokenizers of the tests reach a lower limit sooner.
 const BASE_MEMORY_BYTES: u64 = if cfg!(test) { 256 << 20 } else { 896 << 20 };
-/// Total size in bytes of documents that the sandbox process can interpret at the same time with
-/// only its basic amount of memory. More text needs additional memory.
+/// Total size in bytes up to which documents that are interpreted at the same time get no memory in
+/// addition to [`BASE_MEMORY_BYTES`]. More text needs additional memory.
 const SHORT_DOCUMENTS_BYTES: u64 = 1 << 20;
-/// Additional memory in bytes that the sandbox process may use for each byte of text that is being
-/// tokenized. 170 bytes were measured.
+/// Memory in bytes that the sandbox process may use in addition for each byte of text that exceeds
+/// [`SHORT_DOCUMENTS_BYTES`]. 170 bytes were measured.
 const MEMORY_PER_TEXT_BYTE: u64 = 192;
-/// CPU time that the sandbox process may use for one document or another small piece of work. The
-/// tests wait for a shorter time.
+/// CPU time that the sandbox process may use for a single document, in addition to the time for its
+/// size. The tests wait for a shorter time.
 const BASE_CPU_TIME: Duration = Duration::from_millis(if cfg!(test) { 1500 } else { 3000 });
 /// Additional CPU time that the sandbox process may use for each MiB of text. Tokenizing was
 /// measured to take 1 s.
 const CPU_TIME_PER_MIB: Duration = Duration::from_secs(8);
-/// Additional CPU time that the sandbox process may use for each MiB of a tokenizer's files that it
-/// loads. Loading was measured to take 0.05 s per MiB.
+/// CPU time that the sandbox process may use per MiB of tokenizer files to load them, in addition
+/// to a fixed time. Loading was measured to take 0.05 s per MiB.
 const LOAD_CPU_TIME_PER_MIB: Duration = Duration::from_millis(150);
 /// CPU time that the sandbox process may use for a request with several documents, in addition to
 /// the time for the size of their text.
@@ -27,9 +27,9 @@ const CPU_TIME_PER_REQUEST: Duration = Duration::from_secs(8);
 /// Largest size in bytes of a reply of the sandbox process that contains no tokens. Replies may
 /// contain a chat template.
 const BASE_REPLY_BYTES: u64 = 4 << 20;
-/// Additional size in bytes that a reply of the sandbox process may have for each byte of text in
-/// the request, because it contains the text's tokens. A token has 4 bytes, and few tokenizers
-/// produce more tokens than the text has bytes.
+/// Size in bytes that a reply of the sandbox process may have for each byte of text in the request,
+/// in addition to a fixed size. A token has 4 bytes, and few tokenizers produce more tokens than
+/// the text has bytes.
 const REPLY_BYTES_PER_TEXT_BYTE: u64 = 16;
 /// Largest total size in bytes of the documents' text in one request to the sandbox process. Only a
 /// single document may be longer.
@@ -43,8 +43,7 @@ pub(super) fn document_cpu_limit(bytes: usize) -> Duration {
     BASE_CPU_TIME + scale_cpu_time_to_bytes(CPU_TIME_PER_MIB, bytes as u64)
 }
 
-/// Returns the CPU time that the sandbox process may use for `bytes` bytes of input, if it may use
-/// `per_mib` for each MiB.
+/// Multiplies the CPU time `per_mib` by the size of the input, which has `bytes` bytes, in MiB.
 fn scale_cpu_time_to_bytes(per_mib: Duration, bytes: u64) -> Duration {
     Duration::from_nanos((per_mib.as_nanos() as u64).saturating_mul(bytes) >> 20)
 }
@@ -59,8 +58,8 @@ pub(super) fn load_request_limits(bytes: usize) -> RequestLimits {
     }
 }
 
-/// Returns the limits of memory, CPU time and reply size of a request to the sandbox process for
-/// documents with the sizes `sizes` in bytes, which `threads` threads interpret.
+/// Returns the limits of memory, CPU time and reply size for one request to the sandbox process
+/// with documents of `sizes` bytes, tokenized by `threads` threads.
 pub(crate) fn documents_request_limits(sizes: impl Iterator<Item = usize>, threads: usize) -> RequestLimits {
     let mut sizes: Vec<u64> = sizes.map(|size| size as u64).collect();
     sizes.sort_unstable_by(|a, b| b.cmp(a));
@@ -75,15 +74,15 @@ pub(crate) fn documents_request_limits(sizes: impl Iterator<Item = usize>, threa
     }
 }
 
-/// Returns the limits of memory, CPU time and reply size of a request to the sandbox process for
-/// rows of a Parquet file, whose sizes are not known.
+/// Returns the limits of memory, CPU time and reply size for a request for Parquet rows, assuming
+/// the largest permitted size of their text.
 pub(crate) fn rows_request_limits(threads: usize) -> RequestLimits {
     let size = MAX_REQUEST_TEXT_BYTES / threads.max(2);
     documents_request_limits(std::iter::repeat_n(size, threads.max(2)), threads)
 }
 
-/// Returns the largest memory, in bytes, that any request to the sandbox process may use if the
-/// longest document has `longest_document` bytes.
+/// Returns the largest memory limit in bytes of any request to the sandbox process if no document
+/// has more than `longest_document` bytes.
 pub(super) fn max_request_memory_bytes(longest_document: usize) -> u64 {
     BASE_MEMORY_BYTES + MEMORY_PER_TEXT_BYTE * (longest_document + MAX_REQUEST_TEXT_BYTES) as u64
 }

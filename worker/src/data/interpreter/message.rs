@@ -79,8 +79,8 @@ impl<'a> Document<'a> {
     }
 }
 
-/// How the sandbox process interprets documents: which field has the text, which tokens count for
-/// the loss, and whether it tokenizes.
+/// Options of a request to interpret documents: the field with the text, the tokens that count for
+/// the loss, and whether to tokenize or only check.
 #[derive(Clone, Copy, Serialize, Deserialize)]
 pub(crate) struct DocumentOptions<'a> {
     /// The field or column with the text or the messages.
@@ -94,7 +94,8 @@ pub(crate) struct DocumentOptions<'a> {
     pub(crate) tokenize: bool,
 }
 
-/// What the sandbox process replies for one document: its tokens, or the reason why it has none.
+/// The result for one document in a reply of the sandbox process: tokens, valid, skipped, invalid,
+/// or an error of the tokenizer.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum DocumentResult {
     /// The tokens of the document, with the bit
@@ -110,8 +111,8 @@ pub(crate) enum DocumentResult {
     TokenizerFailed(String),
 }
 
-/// The reply of the sandbox process to a request for rows of a Parquet file, with the result of
-/// each row.
+/// The reply of the sandbox process to a request for rows of a Parquet file, with one result per
+/// row.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct RowsReply {
     /// The result of each row. A row that cannot be used is the last one.
@@ -123,15 +124,15 @@ pub(crate) struct RowsReply {
 /// The reply of the sandbox process to a request to open a Parquet file: success, or why the file
 /// cannot be used.
 pub(crate) type OpenParquetReply = Result<(), ParquetProblem>;
-/// The reply of the sandbox process to a request to load a tokenizer: information about the
-/// tokenizer, or the name of an invalid file and its problem.
+/// The reply of the sandbox process to a request to load a tokenizer: facts about the tokenizer, or
+/// the problem of an invalid file.
 pub(crate) type LoadTokenizerReply = Result<TokenizerInfo, (String, TokenizerProblem)>;
 /// The reply of the sandbox process to a request to compile a chat template: success, or why the
 /// template is invalid.
 pub(crate) type CompileTemplateReply = Result<(), TemplateFailure>;
 
-/// The reply of the sandbox process to a request to convert tokens to text: the text, or why there
-/// is none.
+/// The reply of the sandbox process to a request to convert tokens to text: the text, or the
+/// tokenizer's error message.
 #[derive(Serialize, Deserialize)]
 pub(crate) enum DecodeTokensReply {
     /// The text of the tokens.
@@ -156,7 +157,8 @@ pub(crate) struct TokenizerInfo {
     pub(crate) chat_template: Result<Option<(String, String)>, ChatTemplateProblem>,
 }
 
-/// A list of tokens that is serialized as one byte string.
+/// A list of token ids that is serialized as one string of bytes (four per token), not as a list of
+/// numbers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct TokenList(pub(crate) Vec<u32>);
 

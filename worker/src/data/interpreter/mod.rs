@@ -1,5 +1,5 @@
-//! The interpretation of tokenizers, chat templates and Parquet files by libraries, in a sandbox
-//! process.
+//! Interprets tokenizers, chat templates and Parquet files with third-party libraries, in a sandbox
+//! process because the files are untrusted.
 //!
 //! [`SandboxInterpreter`] starts the process and sends requests. [`create_request_handler`] answers
 //! them in the process. Both sides share the types in `message`.

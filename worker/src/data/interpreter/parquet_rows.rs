@@ -20,7 +20,8 @@ const MAX_COLUMNS: usize = 4096;
 const MAX_DEPTH: usize = 32;
 /// Largest number of column names that an error message lists.
 const MAX_LISTED_COLUMNS: usize = 8;
-/// The estimated size in bytes that a value of a chat takes in memory, in addition to its text.
+/// The estimated memory in bytes of each value inside a chat (such as a string or a list), in
+/// addition to the bytes of its text.
 const VALUE_OVERHEAD_BYTES: usize = 64;
 
 /// The content of one row of a Parquet file: a text or a chat.
@@ -87,8 +88,9 @@ impl Iterator for ParquetRows {
     }
 }
 
-/// Returns the schema of the Parquet file reduced to the columns to read: the text or the chat, and
-/// the tools of a chat. Fails if the column is missing or the file has too many columns.
+/// Returns the schema of a Parquet file reduced to the columns to read: the column `field` with the
+/// texts or chats and, for chats, the column of tools. Fails if the column is missing or the file
+/// has too many columns.
 fn select_columns_to_read(schema: &Type, field: &str, is_chat: bool) -> Result<Type, ParquetProblem> {
     let columns = schema.get_fields();
     if columns.len() > MAX_COLUMNS {
@@ -104,9 +106,9 @@ fn select_columns_to_read(schema: &Type, field: &str, is_chat: bool) -> Result<T
     group.build().map_err(|e| ParquetProblem::Undecodable(e.to_string()))
 }
 
-/// Converts a nested value of a Parquet file to a value for chat templates, and adds its size to
-/// `bytes`. Omits null fields of an object, so that a chat equals one from a JSON lines file.
-/// `depth` is the number of enclosing values.
+/// Converts a nested value of a Parquet file to a chat-template value, and adds the value's
+/// estimated memory in bytes to the total `bytes`. Omits null fields of an object, so that a chat
+/// equals one from a JSON lines file. `depth` is the number of enclosing values.
 fn convert_field_to_value(field: Field, depth: usize, bytes: &mut usize) -> Result<Value, RecordProblem> {
     if depth > MAX_DEPTH {
         return Err(RecordProblem::NestedTooDeep { limit: MAX_DEPTH });

@@ -24,11 +24,11 @@ use std::collections::BTreeMap;
 const MAX_INSTRUCTIONS: u64 = 10_000_000;
 /// Deepest nesting of lists and objects that the template filter `tojson` writes.
 const MAX_JSON_DEPTH: usize = 500;
-/// The private-use Unicode character that marks the template tag `{% generation %}` in rendered
-/// text. A chat that contains the character is rejected.
+/// The private-use Unicode character that replaces the tag `{% generation %}` in rendered text,
+/// where a range that counts for the loss begins. A chat that contains the character is rejected.
 const GENERATION_BEGIN: char = '\u{F70A1}';
-/// The private-use Unicode character that marks the template tag `{% endgeneration %}` in rendered
-/// text. A chat that contains the character is rejected.
+/// The private-use Unicode character that replaces the tag `{% endgeneration %}` in rendered text,
+/// where a range that counts for the loss ends. A chat that contains the character is rejected.
 const GENERATION_END: char = '\u{F70A2}';
 /// The name under which the chat template is registered in the template engine.
 const TEMPLATE_NAME: &str = "chat";
@@ -77,7 +77,7 @@ impl CompiledTemplate {
         }
     }
 
-    /// Renders `messages`, the first messages or all messages of a chat, as text with this
+    /// Renders `messages`, some or all of a chat's messages from its beginning, as text with this
     /// template. Generation tags are rendered as [`GENERATION_BEGIN`] and [`GENERATION_END`]. If
     /// `add_generation_prompt` is set, the template also appends the generation prompt, after which
     /// a reply of the assistant would begin.
@@ -98,10 +98,10 @@ impl CompiledTemplate {
         self.environment.get_template(TEMPLATE_NAME).and_then(|t| t.render(context)).map_err(failed)
     }
 
-    /// Finds which ranges of `text`, the rendered chat, are replies of the assistant, by rendering
-    /// the beginning of the chat with and without each reply. Renders the chat twice for each such
-    /// message: with the messages before it, and with the messages up to and including it. Fails if
-    /// these texts are not prefixes of `text`.
+    /// Finds the byte ranges of the assistant's replies in `text`, the rendered chat, by rendering
+    /// shorter versions of the chat. Renders the chat twice for each such message: with the
+    /// messages before it, and with the messages up to and including it. Fails if these texts are
+    /// not prefixes of `text`.
     fn locate_replies_by_rerendering(
         &self,
         chat: &ChatRecord,
@@ -124,8 +124,8 @@ impl CompiledTemplate {
     }
 }
 
-/// Compiles a chat template in a new template engine that has the settings of `transformers`, and
-/// returns the engine.
+/// Compiles a chat template in a new template engine with the syntax options, filters and functions
+/// that `transformers` provides to templates.
 fn compile_template(template: String) -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
@@ -176,9 +176,9 @@ fn contains_generation_mark(value: &Value) -> bool {
     value.to_string().contains([GENERATION_BEGIN, GENERATION_END])
 }
 
-/// Replaces the tags `{% generation %}` and `{% endgeneration %}` of a chat template by includes of
-/// the characters that mark them in rendered text. The includes keep the white space control of the
-/// tags. Returns the new template, and whether the old one had generation tags.
+/// Replaces the tags `{% generation %}` and `{% endgeneration %}` of a chat template by `{% include
+/// %}` tags that output marker characters. The includes keep the white space control of the tags.
+/// Returns the new template, and whether the old one had generation tags.
 fn replace_generation_tags(source: &str) -> (String, bool) {
     // The pattern is constant, and a test compiles it.
     let Ok(tag) = Regex::new(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}") else {
@@ -190,7 +190,7 @@ fn replace_generation_tags(source: &str) -> (String, bool) {
 }
 
 /// Removes the characters that mark generation tags from rendered text, and returns the text with
-/// the ranges that were between them.
+/// the ranges that the tags enclosed.
 fn extract_marked_ranges(rendered: &str) -> Result<LossMaskedText, ChatProblem> {
     let mut text = String::with_capacity(rendered.len());
     let (mut loss_ranges, mut open) = (Vec::new(), None);

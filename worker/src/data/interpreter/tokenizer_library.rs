@@ -1,5 +1,5 @@
-//! [`LibraryTokenizer`]: a tokenizer.json with its companion files, in the form of the crate
-//! `tokenizers`.
+//! [`LibraryTokenizer`]: a Hugging Face tokenizer that the crate `tokenizers` loads from
+//! tokenizer.json and its companion files.
 use super::message::{LoadTokenizerReply, TokenizerInfo};
 use crate::data::{
     error::{ChatTemplateProblem, TokenizerProblem},
@@ -17,9 +17,8 @@ pub(super) struct LibraryTokenizer {
 }
 
 impl LibraryTokenizer {
-    /// Loads a tokenizer from `files` (names and contents of its files), and returns it together
-    /// with the reply that the sandbox process sends to its caller. The first file must be
-    /// tokenizer.json.
+    /// Loads a tokenizer from `files` (names and contents), and returns it with the success or
+    /// error that the sandbox process replies to its client. The first file must be tokenizer.json.
     pub(super) fn load(files: &[(&str, &str)]) -> (Option<Self>, LoadTokenizerReply) {
         match Self::try_load(files) {
             Ok((tokenizer, info)) => (Some(tokenizer), Ok(info)),
@@ -27,9 +26,9 @@ impl LibraryTokenizer {
         }
     }
 
-    /// Loads a tokenizer from `files` (names and contents of its files), and returns it with
-    /// information about it, such as its special tokens. An error contains the name of the invalid
-    /// file.
+    /// Loads a tokenizer from `files` (names and contents), and returns the tokenizer with its
+    /// vocabulary size, special tokens and other properties. An error contains the name of the
+    /// invalid file.
     fn try_load<'a>(files: &[(&'a str, &str)]) -> Result<(Self, TokenizerInfo), (&'a str, TokenizerProblem)> {
         let Some(((name, text), companions)) = files.split_first() else {
             return Err((TOKENIZER_FILE, TokenizerProblem::FileMissing));
@@ -63,8 +62,8 @@ impl LibraryTokenizer {
         Ok(self.inner.encode_fast(text, false)?.get_ids().to_vec())
     }
 
-    /// Converts a text to tokens, and passes each token with the range of its bytes to `mask`,
-    /// which returns the token to store, for example with a flag.
+    /// Converts a text to token ids, and replaces each id by the result of `mask`, which gets the
+    /// id and the range of its bytes.
     pub(super) fn encode_masked(
         &self,
         masked: &LossMaskedText,
@@ -84,8 +83,8 @@ impl LibraryTokenizer {
     }
 }
 
-/// Parses the JSON files among `companions`, the files next to tokenizer.json that belong to the
-/// tokenizer. An error contains the name of the file.
+/// Parses the tokenizer's companion files in `companions` whose names end in `.json`, and returns
+/// their names and JSON values. An error contains the name of the file.
 fn parse_companions<'a>(
     companions: &[(&'a str, &str)],
 ) -> Result<Vec<(&'a str, Value)>, (&'a str, TokenizerProblem)> {

@@ -20,7 +20,8 @@ use std::{
 
 /// The number of threads of the sandbox process in fuzz targets and tests.
 const THREADS: usize = 1;
-/// The largest number of requests in which a fuzz target reads rows of one Parquet file.
+/// The number of times that a fuzz target requests rows of one Parquet file before it stops, even
+/// if rows are left.
 const MAX_ROW_REQUESTS: usize = 4;
 /// The chats that fuzz targets and tests render with each untrusted chat template.
 const TEST_CHATS: [&str; 2] = [
@@ -47,8 +48,8 @@ fn build_unusable_input_error(reason: &impl ToString) -> UnusableInput {
 /// The client of the sandbox process to which all fuzz targets and tests pass untrusted input.
 static INTERPRETER: LazyLock<Arc<SandboxInterpreter>> = LazyLock::new(|| SandboxInterpreter::new(THREADS));
 
-/// Returns the options with which fuzz targets and tests interpret documents whose text or chat is
-/// in the field `field`.
+/// Returns the options for interpreting test documents, which name the field with the text or chat
+/// and select what counts for the loss.
 fn create_options(field: &str, loss_on: LossTargets) -> DocumentOptions<'_> {
     DocumentOptions { field, loss_on, filter: SplitFilter::All, tokenize: true }
 }
@@ -62,7 +63,8 @@ fn to_unusable_input_error(failure: InterpreterFailure) -> UnusableInput {
     build_unusable_input_error(&error)
 }
 
-/// Fails if the result of interpreting a document reports that the document cannot be used.
+/// Fails if the sandbox process rejected a document or the tokenizer failed, and accepts every
+/// other result.
 fn require_usable_result(result: DocumentResult) -> Result<(), UnusableInput> {
     match result {
         DocumentResult::Invalid(problem) => Err(build_unusable_input_error(&problem)),

@@ -30,8 +30,8 @@ impl Model {
         self.config.sliding_layers.get(input.layer).is_some_and(|is_sliding| *is_sliding)
     }
 
-    /// Returns for each token of the micro-batch in `input` the first position to which it attends
-    /// in this layer: the start of its document, or of its sliding window.
+    /// Returns, for each token of the micro-batch, the first position to which the token attends:
+    /// the start of its document or, in sliding-window layers, of its window.
     fn select_attention_starts<'a>(&self, input: &LayerInput<'a>) -> &'a [u32] {
         if self.is_sliding_layer(input) { &input.batch.window_starts } else { &input.batch.starts }
     }

@@ -53,10 +53,9 @@ impl Model {
         self.embedding_dropout.apply_dropout(ops, batch, d, x);
     }
 
-    /// Computes the gradients of the embedding's parameters, and adds them to `grads`, the flat
-    /// gradient of the embedding's parameter unit (parameters that are gathered together). `dx`,
-    /// `[rows, hidden]`, is the gradient of the embedding's output. Leaves unspecified values in
-    /// `dx`.
+    /// Adds the gradients of the embedding's parameters to `grads`, a flat vector with the
+    /// gradients of all parameters of the embedding. `dx`, `[rows, hidden]`, is the gradient of the
+    /// embedding's output. Leaves unspecified values in `dx`.
     pub fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &MicroBatch, mut dx: ViewMut) {
         let (b, t, d) = (batch.sequences, batch.seq_len, self.config.sizes.hidden);
         self.embedding_dropout.apply_dropout(ops, batch, d, dx.reborrow());
@@ -121,8 +120,8 @@ impl Model {
         (norm, matrix)
     }
 
-    /// Computes the logits of a single token from `input`, which contains its row of the last
-    /// layer's output, and writes them to `out`, `[vocab]`.
+    /// Computes the logits of one token from `input.x`, the token's row of the last layer's output,
+    /// and writes them to `out`, `[vocab]`.
     pub fn compute_single_row_logits(
         &self,
         input: &HeadInput,

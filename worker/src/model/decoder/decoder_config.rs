@@ -16,8 +16,8 @@ use serde_json::{Map, Value, json};
 /// The key of config.json for the dropout rate of attention probabilities.
 const ATTENTION_DROPOUT_KEY: &str = "attention_dropout";
 
-/// The keys of dropout rates, maximum positions and layer widths in the config.json (Hugging Face)
-/// of Llama and all other model families except GPT-2.
+/// The names of the config.json keys for dropout rates, maximum positions and layer widths, in
+/// Llama and all other families except GPT-2.
 pub(in crate::model) const LLAMA_CONFIG_KEY_NAMES: ConfigKeyNames = ConfigKeyNames {
     dropout_rates: &[ATTENTION_DROPOUT_KEY],
     max_positions: "max_position_embeddings",
@@ -220,8 +220,8 @@ impl DecoderConfig {
         Self::from_fields_with_rope(fields, RopeConfig::from_fields(fields)?)
     }
 
-    /// Reads the keys of config.json that all decoder families share, except the activation
-    /// function and the rotary embedding, which the caller passes as `rope`.
+    /// Reads the config.json keys that all decoder families share, apart from the activation
+    /// function, and uses `rope` as the rotary embedding.
     pub(in crate::model) fn from_fields_with_rope(fields: &HfConfigFields, rope: RopeConfig) -> Result<Self> {
         let attention_dropout = fields.read_dropout_rate(ATTENTION_DROPOUT_KEY, 0.0)?;
         fields.require_one_of("pretraining_tp", &[json!(1)])?;
@@ -382,8 +382,9 @@ impl DecoderConfig {
         self.read_layer_types(fields)
     }
 
-    /// Reads the key `layer_types` of config.json, which names the layers with sliding-window
-    /// attention and, if set, overrides the other keys that select them.
+    /// Reads the key `layer_types` of config.json, which states for each layer whether attention is
+    /// full or limited to a sliding window. If set, the key overrides the other keys that select
+    /// layers with a sliding window.
     pub(in crate::model) fn read_layer_types(&mut self, fields: &HfConfigFields) -> Result<()> {
         const LAYER_TYPES_KEY: &str = "layer_types";
         let Some(value) = fields.read_value(LAYER_TYPES_KEY) else { return Ok(()) };
@@ -419,8 +420,8 @@ fn read_padding_token(fields: &HfConfigFields, vocab_size: usize) -> Option<u32>
     u32::try_from(id).ok()
 }
 
-/// Builds the config.json of a model that job.yaml describes: the keys that all decoder families
-/// share, and `family_keys`, those of its family.
+/// Builds the config.json of the model that job.yaml describes, with the keys shared by all decoder
+/// families plus the keys in `family_keys`.
 pub(in crate::model) fn build_decoder_config_json(
     spec: &ModelSpec,
     family_keys: Value,

@@ -23,7 +23,8 @@ pub(in crate::model) struct DecoderMoeConfig {
     pub(in crate::model) names: ExpertTensorNames,
 }
 
-/// Those parts of the names of router and expert tensors that differ between model families.
+/// The module and matrix names, such as `mlp`, from which a model family forms the tensor names of
+/// its router and experts.
 pub(in crate::model) struct ExpertTensorNames {
     /// The name of the module with router and experts within a layer, such as `mlp`.
     pub(in crate::model) block: &'static str,

@@ -37,14 +37,14 @@ pub(super) struct DecoderLayerSpans {
 }
 
 impl DecoderLayerSpans {
-    /// Returns where the matrices of the four matmuls of a layer with a dense MLP are stored: qkv,
-    /// o, gate_up and down, in the order of [`LinearLayout::index`].
+    /// Returns where the weight matrices of the four matmuls of a layer with a dense MLP are
+    /// stored, in the order qkv, o, gate_up, down.
     pub(super) fn list_linears(&self) -> [&LinearLayout; 4] {
         [&self.qkv, &self.o, &self.gate_up, &self.down]
     }
 
-    /// Returns where the matrices of a layer's four matmuls are stored, without the ranges of its
-    /// other tensors: qkv, o, gate_up and down. Those of the MLP have no matrices in a layer with
+    /// Returns only where the matrices of the layer's four matmuls (qkv, o, gate_up and down) are
+    /// stored, and drops the other ranges. Those of the MLP have no matrices in a layer with
     /// experts.
     pub(super) fn into_linears(self) -> [LinearLayout; 4] {
         [self.qkv, self.o, self.gate_up, self.down]
@@ -102,9 +102,10 @@ impl LayerLayoutBuilder<'_> {
         Some(span)
     }
 
-    /// Adds the weight matrices of one matmul of the layer, whose common input has the width
-    /// `inputs`, and their biases if `has_biases` is set. `modules` are name and output width of
-    /// each matrix, and `index` is the index of the matmul in the layer.
+    /// Appends the weight matrices of one matmul of the layer, and their biases if `has_biases` is
+    /// set, to the layer's flat parameter vector. `inputs` is the width of the matmul's input.
+    /// `modules` are name and output width of each matrix, and `index` is the index of the matmul
+    /// in the layer.
     fn add_linear(
         &mut self,
         index: usize,
@@ -130,10 +131,9 @@ impl LayerLayoutBuilder<'_> {
     }
 }
 
-/// Builds the parameter unit of a decoder layer (its tensors, which are gathered together), and
-/// finds the range of each tensor in the flat vector of the unit. The unit contains all tensors of
-/// the layer except experts. If `layer_number` is `None`, builds the unit of layer 0 as a dense
-/// layer.
+/// Builds the parameter unit of a decoder layer, the tensors that are gathered together, and
+/// assigns each tensor a range in a flat vector. The unit contains all tensors of the layer except
+/// experts. If `layer_number` is `None`, builds the unit of layer 0 as a dense layer.
 pub(super) fn build_layer_unit(
     config: &DecoderConfig,
     layer_number: Option<usize>,

@@ -32,9 +32,9 @@ impl Model {
         }
     }
 
-    /// Computes the second half of a layer in the forward pass: adds the layer's input to the
-    /// projected output of attention, and computes the norm and the MLP of the sum. Writes the
-    /// layer's output to `y`. If `y` is `None`, computes only the saved values.
+    /// Computes the forward pass of a layer's second half from the projected output of attention:
+    /// residual addition, norm, MLP and residual addition. Writes the layer's output to `y`. If `y`
+    /// is `None`, computes only the saved values.
     pub(super) fn mlp_half_forward(
         &self,
         input: &LayerInput,

@@ -117,8 +117,8 @@ impl Model {
         at..at + experts * self.config.sizes.hidden
     }
 
-    /// Returns the number of elements of the embedding matrix `[vocab, hidden]`, which the matrix
-    /// of the output layer has, too. Learned positions follow the embedding's matrix in its unit.
+    /// Returns the number of elements of the embedding matrix `[vocab, hidden]`, which equals that
+    /// of the output layer's matrix. Learned positions follow the embedding's matrix in its unit.
     pub(super) fn embedding_matrix_len(&self) -> usize {
         self.config.sizes.vocab * self.config.sizes.hidden
     }
@@ -158,8 +158,8 @@ impl Model {
             .collect()
     }
 
-    /// Returns the input and output width of each matmul with weights of a layer, without those of
-    /// experts and LoRA adapters.
+    /// Returns the input and output width of each of the four matmuls with weights in a layer (qkv,
+    /// o, gate_up, down), not counting experts and LoRA adapters.
     pub fn list_matmul_sizes(&self) -> Vec<(usize, usize)> {
         let (sizes, config) = (self.config.sizes, &self.config);
         let d = sizes.hidden;
@@ -182,8 +182,8 @@ impl Model {
         format!("{}.weight", self.config.names.embedding)
     }
 
-    /// Returns the tied weights of the model: the second name of each such tensor, and the name
-    /// under which files store the tensor.
+    /// Returns the model's tied weights, each as the name under which files store the tensor and
+    /// the tensor's second name.
     pub fn tied_weights(&self) -> Vec<TiedWeight> {
         let tie = TiedWeight { alias: LM_HEAD_NAME.into(), target: self.embedding_name() };
         if self.has_tied_embeddings() { vec![tie] } else { Vec::new() }
@@ -195,8 +195,8 @@ impl Model {
         self.config.has_transposed_matrices
     }
 
-    /// Returns the prefix of tensor names that is absent in files of the model without its output
-    /// layer (`base_model_prefix` in transformers).
+    /// Returns the prefix of tensor names that files without the output layer omit, which
+    /// transformers calls `base_model_prefix`.
     pub fn base_model_prefix(&self) -> Option<&'static str> {
         self.config.names.base_prefix
     }
@@ -288,9 +288,9 @@ impl Model {
         self.embedding_dropout = module("", config.embedding_dropout);
     }
 
-    /// Limits the backward pass to the gradients of trained parameters, which the model's parameter
-    /// units `units` mark. `units` are those of [`Model::param_units`] with the trained parameters
-    /// marked. Gradients of other parameters have unspecified values.
+    /// Makes the backward pass compute only the gradients of trained parameters, which are marked
+    /// as trained in `units`. `units` are those of [`Model::param_units`] with the trained
+    /// parameters marked. Gradients of other parameters have unspecified values.
     pub fn set_trained_params(&mut self, units: &[ParamUnit]) {
         let layers = &units[1..units.len() - 1];
         self.linears.set_trained_params(layers, self.spans.list_linears());

@@ -15,8 +15,8 @@ use crate::model::{
 use crate::params::{ParamInit, ParamSpec};
 use device::{Ops, View, ViewMut, ops::WriteMode};
 
-/// A view of a [`Model`] with mixture-of-experts layers, whose functions compute these layers
-/// except the experts themselves.
+/// A reference to a [`Model`] with mixture-of-experts layers, whose methods compute these layers
+/// apart from the experts.
 #[derive(Clone, Copy)]
 pub struct MoeModel<'a> {
     model: &'a Model,
@@ -99,10 +99,10 @@ impl<'a> MoeModel<'a> {
         norm.view()
     }
 
-    /// Computes the output `y` of a layer with experts, `[tokens, hidden]`, from the experts'
-    /// outputs `rows`. The output of a token is the residual stream plus the sum of the outputs of
-    /// the token's experts, each multiplied by the router's factor for this expert
-    /// ([`RouterOutput::weights`]).
+    /// Computes the output `y`, `[tokens, hidden]`, of a mixture-of-experts layer as the residual
+    /// stream plus the weighted outputs of each token's experts. The output of a token is the
+    /// residual stream plus the sum of the outputs of the token's experts, each multiplied by the
+    /// router's factor for this expert ([`RouterOutput::weights`]).
     ///
     /// `rows` contains one output row for each token and each of its experts. `choice_rows`,
     /// `[tokens, per_token]`, contains the indices in `rows` of the outputs for each token.
@@ -122,8 +122,8 @@ impl<'a> MoeModel<'a> {
         ops.add(y, residual.view());
     }
 
-    /// Computes the backward pass of a layer with experts except that of the experts: the router,
-    /// its norm, and attention. `dx`, `[rows, hidden]`, is the gradient of the layer's output on
+    /// Computes the backward pass of a mixture-of-experts layer's router, norm and attention, after
+    /// the experts' backward pass. `dx`, `[rows, hidden]`, is the gradient of the layer's output on
     /// entry and of its input on return. Overwrites `g`, the gradient of the layer's unit.
     pub fn attention_and_router_backward(
         &self,

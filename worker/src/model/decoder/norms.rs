@@ -65,8 +65,8 @@ impl Model {
         InputNorm { ops: input.ops, norm: self.create_norm_if_present(input, span, buffer) }
     }
 
-    /// Computes the backward pass of what follows attention or the MLP before the residual
-    /// addition: a norm, dropout, or neither. The norm's parameters are at `span` in the layer's
+    /// Computes the backward pass of the norm or dropout, if any, that follows attention or the MLP
+    /// and precedes the residual addition. The norm's parameters are at `span` in the layer's
     /// parameters. `dy` is the gradient of the output, and `(x, stats)` are the norm's input and
     /// its statistics. Writes the gradients of the parameters to `g`, the gradient of the layer's
     /// unit.
@@ -90,8 +90,9 @@ impl Model {
         buffer.view()
     }
 
-    /// Returns which columns of a row with q, k and v are normalized together: for q and for k,
-    /// each head separately or all heads of the token.
+    /// Returns which columns of q and of k are normalized together, in rows that contain q, k and v
+    /// of one token. These are the columns of each head separately or of all heads, as `extent`
+    /// selects.
     fn create_qk_norm_layouts(&self, rows: usize, extent: QkNormExtent) -> [HeadLayout; 2] {
         let sizes = self.config.sizes;
         let layout = |first_column, heads: usize| {

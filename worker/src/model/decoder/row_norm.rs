@@ -5,8 +5,8 @@ use device::{
 };
 use std::ops::Range;
 
-/// An RMSNorm or LayerNorm with its parameters, which is applied to the rows (tokens) of the
-/// residual stream or of the output of attention or MLP.
+/// An RMSNorm or LayerNorm with its parameters, which normalizes rows of the width of the residual
+/// stream, one row per token.
 pub(super) struct RowNorm<'a> {
     pub(super) ops: &'a dyn Ops,
     /// The factors by which the norm multiplies the normalized elements.
@@ -31,8 +31,8 @@ impl RowNorm<'_> {
         }
     }
 
-    /// Adds `delta` to `x` elementwise and in place, and writes the normalized rows of the sum to
-    /// `y` and the statistics of the rows to `stats`.
+    /// Adds `delta` to `x` in place, writes the normalized rows of the sum to `y`, and saves the
+    /// row statistics for the backward pass in `stats`.
     pub(super) fn add_and_norm_forward(&self, y: ViewMut, stats: ViewMut, x: ViewMut, delta: View) {
         let (w, d, eps) = (self.factors, self.factors.len(), self.eps);
         let m = x.len() / d;
@@ -66,25 +66,25 @@ impl RowNorm<'_> {
     }
 }
 
-/// The norm of the input of attention or of the MLP, or no norm in families that have none there.
+/// The norm that is applied to the input of attention or of the MLP, or a placeholder in model
+/// families without such a norm.
 pub(super) struct InputNorm<'a> {
     pub(super) ops: &'a dyn Ops,
     pub(super) norm: Option<RowNorm<'a>>,
 }
 
 impl InputNorm<'_> {
-    /// Normalizes the rows `x` of the residual stream, so that they become the input of attention
-    /// or of the MLP. Writes the normalized rows to `normed` and their statistics to `stats`, and
-    /// returns `normed`. Returns `x` itself if there is no norm.
+    /// Normalizes the rows `x` of the residual stream to obtain the input of attention or the MLP.
+    /// Writes the normalized rows to `normed` and their statistics to `stats`, and returns
+    /// `normed`. Returns `x` itself if there is no norm.
     pub(super) fn forward<'x>(&self, x: View<'x>, normed: &'x mut Buf, stats: &mut Buf) -> View<'x> {
         let Some(norm) = &self.norm else { return x };
         norm.forward(normed.view_mut(), stats.view_mut(), x);
         normed.view()
     }
 
-    /// Adds the layer's input `x` to `residual`, the output of attention, and returns the
-    /// normalized sum, or the sum itself if the model family has no norm there. The result is the
-    /// input of the MLP or the router.
+    /// Adds the layer's input `x` in place to `residual`, the output of attention, and returns the
+    /// sum after the norm, if there is one. The result is the input of the MLP or the router.
     pub(super) fn add_and_norm_forward<'x>(
         &self,
         residual: &'x mut Buf,

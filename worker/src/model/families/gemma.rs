@@ -25,8 +25,8 @@ const NORM_NAMES: NormModuleNames = NormModuleNames {
     mlp_out: Some("post_feedforward_layernorm"),
 };
 
-/// The description of the model family `Gemma2ForCausalLM` (transformers): its names, and how its
-/// config.json is read and created.
+/// The model family of the transformers class `Gemma2ForCausalLM`: the family's names, and
+/// functions that read and create its config.json.
 pub(super) const GEMMA2: ModelFamily = ModelFamily {
     name: "gemma2",
     architecture: "Gemma2ForCausalLM",
@@ -45,8 +45,8 @@ pub(super) const GEMMA2: ModelFamily = ModelFamily {
     key_names: LLAMA_CONFIG_KEY_NAMES,
 };
 
-/// The description of the model family `Gemma3ForCausalLM` (transformers): its names, and how its
-/// config.json is read and created.
+/// The model family of the transformers class `Gemma3ForCausalLM`: the family's names, and
+/// functions that read and create its config.json.
 pub(super) const GEMMA3: ModelFamily = ModelFamily {
     name: "gemma3_text",
     architecture: "Gemma3ForCausalLM",

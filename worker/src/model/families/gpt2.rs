@@ -11,8 +11,8 @@ use crate::model::{
 use jobspec::ModelSpec;
 use serde_json::{Map, Value, json};
 
-/// The description of the model family `GPT2LMHeadModel` (transformers): its names, and how its
-/// config.json is read and created.
+/// The model family of the transformers class `GPT2LMHeadModel`: the family's names, and functions
+/// that read and create its config.json.
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "gpt2",
     architecture: "GPT2LMHeadModel",
@@ -25,8 +25,8 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
 /// of the outputs of attention and MLP.
 const DROPOUT_KEYS: [&str; 3] = ["attn_pdrop", "embd_pdrop", "resid_pdrop"];
 
-/// The keys of dropout rates, maximum positions and layer widths in the config.json (Hugging Face)
-/// of GPT-2.
+/// The names of the config.json keys for dropout rates, maximum positions and layer widths in
+/// GPT-2.
 const CONFIG_KEY_NAMES: ConfigKeyNames = ConfigKeyNames {
     dropout_rates: &DROPOUT_KEYS,
     max_positions: "n_positions",

@@ -5,8 +5,8 @@ use crate::model::{
 };
 use serde_json::json;
 
-/// The description of the model family `LlamaForCausalLM` (transformers): its names, and how its
-/// config.json is read and created.
+/// The model family of the transformers class `LlamaForCausalLM`: the family's names, and functions
+/// that read and create its config.json.
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "llama",
     architecture: "LlamaForCausalLM",

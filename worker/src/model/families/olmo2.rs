@@ -8,8 +8,8 @@ use crate::model::{
 };
 use serde_json::json;
 
-/// The description of the model family `Olmo2ForCausalLM` (transformers): its names, and how its
-/// config.json is read and created.
+/// The model family of the transformers class `Olmo2ForCausalLM`: the family's names, and functions
+/// that read and create its config.json.
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "olmo2",
     architecture: "Olmo2ForCausalLM",

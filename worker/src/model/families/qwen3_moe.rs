@@ -13,8 +13,8 @@ use crate::model::{
 use jobspec::ModelSpec;
 use serde_json::{Map, Value, json};
 
-/// The description of the model family `Qwen3MoeForCausalLM` (transformers): its names, and how its
-/// config.json is read and created.
+/// The model family of the transformers class `Qwen3MoeForCausalLM`: the family's names, and
+/// functions that read and create its config.json.
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "qwen3_moe",
     architecture: "Qwen3MoeForCausalLM",

@@ -38,10 +38,9 @@ impl WholeTensorUpdate for Adafactor {
         2 * shape.iter().product::<usize>() + if shape.len() == 2 { shape[0] + shape[1] } else { 0 }
     }
 
-    /// Prepares consecutive elements of the gradient for Adafactor: multiplies them by the step's
-    /// gradient scale (for mean loss and clipping) and, except for matrices, normalizes them. For a
-    /// parameter that is not a matrix, also updates the second moments, and divides the gradient by
-    /// their roots.
+    /// Multiplies consecutive elements `g` of the gradient in place by the step's gradient scale
+    /// (for the mean loss and clipping). For a parameter that is not a matrix, also updates the
+    /// second moments, and divides the gradient by their roots.
     fn prepare_gradient(
         &self,
         ops: &dyn Ops,
@@ -112,8 +111,7 @@ fn update_row_square_means(ops: &dyn Ops, means: ViewMut, g: View, len: usize, i
     ops.axpby(means, (1.0 - one_minus_beta2) as f32, squares.view(), one_minus_beta2 as f32);
 }
 
-/// Divides each row of the matrix `x[rows, len]` by the square root of its element in `means`,
-/// after dividing that element by `unit(means)`.
+/// Divides each row r of the matrix `x[rows, len]` by the square root of `means[r] / unit(means)`.
 fn divide_rows_by_roots(ops: &dyn Ops, x: ViewMut, means: View, len: usize, unit: impl Fn(&[f32]) -> f64) {
     let means = ops.clone_to_host(means);
     let unit = unit(means.host_slice());
@@ -123,8 +121,8 @@ fn divide_rows_by_roots(ops: &dyn Ops, x: ViewMut, means: View, len: usize, unit
     ops.scale_rows(x, factors.view(), len);
 }
 
-/// Subtracts the direction of Adafactor's update, or its moving average if `beta1` is set, from
-/// consecutive elements `p` of a parameter.
+/// Updates consecutive elements `p` of a parameter with weight decay and with Adafactor's direction
+/// or, if `beta1` is set, the direction's moving average.
 fn update(ops: &dyn Ops, p: ViewMut, direction: View, mut states: StateViews, inputs: &UpdateInputs<'_>) {
     let keep = (1.0 - inputs.lr * inputs.group.weight_decay) as f32;
     let Some(beta1) = inputs.spec.beta1 else { return ops.axpby(p, keep, direction, -1.0) };

@@ -17,8 +17,9 @@ pub(in crate::train) struct MoeLayerPlan {
     pub(in crate::train) per_rank: Vec<usize>,
 }
 
-/// Determines for each layer which rank of an expert-parallel group has which experts, for the rank
-/// with the index `number` in its group. The plan of a layer without experts is `None`.
+/// Determines for each layer how experts are distributed in an expert-parallel group, and which
+/// parameter unit contains the experts of group member number `number`. The plan of a layer without
+/// experts is `None`.
 ///
 /// The units of experts follow the model's other units: layer by layer, one unit for each rank of a
 /// group.

@@ -240,9 +240,9 @@ impl Trainer {
         Ok(self.engine.reduce_partial_sums(unit, round, partial_sums)?)
     }
 
-    /// Waits until the experts' ranks have sent back the gradients of the experts' inputs and of
-    /// the router's factors for this rank's tokens. Sorts the gradients of the factors by token,
-    /// and for each token in the order of its selected experts.
+    /// Waits for the gradients of expert inputs and router factors that other ranks send back for
+    /// this rank's tokens. Sorts the gradients of the factors by token, and for each token in the
+    /// order of its selected experts.
     fn wait_for_combined_gradients(&mut self, l: usize) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let (_, saved, workspace, dispatcher, _) = x.borrow_for_layer(l);

@@ -1,5 +1,5 @@
-//! Gradients of parameter units (tensors that are gathered together): buffers for the backward
-//! pass, sums over micro-batches, and reduction to the ranks that own the parameters.
+//! Gradient handling of [`ZeroEngine`]: buffers for the backward pass, sums over micro-batches, and
+//! reduction to the ranks that own the parameters.
 use super::super::{
     MicroBatchSchedule, ShardingPolicy,
     micro_batch_sums::{MicroBatchRange, MicroBatchSums, split_into_tree_ranges},
@@ -40,7 +40,7 @@ impl ZeroEngine {
     }
 
     /// Returns whether the next gradient of parameter unit `u` (tensors that are gathered together)
-    /// is added to the existing sum in place, and not kept separately.
+    /// is added directly to this rank's existing gradient sum.
     fn adds_next_gradient_in_place(&self, u: usize) -> bool {
         self.policy.sums_in_arrival_order && !lock_ignoring_poison(&self.shards[u].grads).is_empty()
     }
@@ -144,10 +144,10 @@ impl ZeroEngine {
         Ok(())
     }
 
-    /// Returns an empty object in which gradients of parameter unit `u` (tensors that are gathered
-    /// together) are summed over micro-batches. [`ZeroEngine::push_micro_batch_gradient`] adds
-    /// gradients in the order of the micro-batches, and [`ZeroEngine::reduce_partial_sums`] reduces
-    /// the sums.
+    /// Returns an empty accumulator for gradients of parameter unit `u` (tensors that are gathered
+    /// together), which sums them over micro-batches. [`ZeroEngine::push_micro_batch_gradient`]
+    /// adds gradients in the order of the micro-batches, and [`ZeroEngine::reduce_partial_sums`]
+    /// reduces the sums.
     pub fn begin_partial_sums(&self, u: usize) -> MicroBatchSums {
         let len = self.shards[u].unit.trained_len();
         let Some((pooled, last_use)) = lock_ignoring_poison(&self.micro_batch_sums_pool).pop() else {
@@ -157,8 +157,8 @@ impl ZeroEngine {
         if pooled.len() == len { pooled } else { MicroBatchSums::new(len) }
     }
 
-    /// Computes one micro-batch's gradient of parameter unit `u` (tensors that are gathered
-    /// together) with the callback `write`, and adds it to `partial_sums`.
+    /// Adds the gradient of parameter unit `u` (tensors that are gathered together) for one
+    /// micro-batch, which the callback `write` computes, to `partial_sums`.
     ///
     /// Frozen parameters are left out. `write` is not called if the whole unit is frozen.
     pub fn push_micro_batch_gradient(
@@ -182,9 +182,9 @@ impl ZeroEngine {
         partial_sums.push_owned(ops, MicroBatchRange::from_micro_batch(micro_batch), gradient);
     }
 
-    /// Starts to reduce `partial_sums`, gradients summed over micro-batches, to the ranks that own
-    /// parameter unit `u` (tensors that are gathered together, such as one layer's experts). The
-    /// sums cover the micro-batches that this rank's group computed in `round`.
+    /// Starts to reduce `partial_sums`, the gradients of parameter unit `u` summed over
+    /// micro-batches, to the ranks that own the unit's parameters. The sums cover the micro-batches
+    /// that this rank's group computed in `round`.
     ///
     /// Collective: every rank must call it for one of its units in every round. The sums are empty
     /// if the rank's group computed no micro-batch in the round.
@@ -289,8 +289,8 @@ impl ZeroEngine {
         self.gather_trained_vector(u, owned, whole)
     }
 
-    /// Gathers from all owners a vector with one element for each trained element of parameter unit
-    /// `u` (tensors that are gathered together) into `whole`. `owned` is this rank's shard of the
+    /// Gathers a vector with one element per trained element of parameter unit `u`, such as a
+    /// gradient, from the unit's owner ranks into `whole`. `owned` is this rank's shard of the
     /// vector. `whole` must have the length of the whole vector on ranks that own a part of the
     /// unit, and be empty on others. Collective: every rank must call it.
     pub fn gather_trained_vector(&self, u: usize, owned: Buf, mut whole: Buf) -> Result<Buf> {
@@ -308,15 +308,15 @@ impl ZeroEngine {
     }
 }
 
-/// Returns whether the transport between ranks may sum the gradients itself, in any order (such as
-/// NCCL's reduce-scatter). `partial_counts` are the numbers of partial sums of the ranks. The
+/// Returns whether the communication library (such as NCCL) may add the gradients during a
+/// reduce-scatter, in any order. `partial_counts` are the numbers of partial sums of the ranks. The
 /// result is equal on all ranks.
 fn can_sum_in_transport(comm: &dyn Comm, policy: ShardingPolicy, partial_counts: &[usize]) -> bool {
     policy.sums_in_arrival_order && comm.has_native_reduce_scatter() && partial_counts.iter().all(|n| *n == 1)
 }
 
-/// Returns which micro-batches each of the gradient sums that `rank` has at the end of a step
-/// covers.
+/// Returns the ranges of micro-batches for which rank `rank` has separate gradient sums at the end
+/// of a step.
 fn list_partial_sum_ranges(
     policy: ShardingPolicy,
     schedule: MicroBatchSchedule,

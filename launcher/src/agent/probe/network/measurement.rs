@@ -36,9 +36,8 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// The duration of a transfer with small TCP segments, which only tests whether any data arrive.
 const SMALL_SEGMENT_TEST_TIME: Duration = Duration::from_millis(50);
 
-/// Connects to every address of another agent that `request` lists, and measures round trips and
-/// transfers over the first address that is reachable, for `launch check --network`. Errors are
-/// part of the result.
+/// Connects to all addresses of another agent in `request`, and measures round trips and throughput
+/// over the first address that is reachable. Errors are part of the result.
 pub(super) fn measure_connection(end: &MeasurementEndpoint, request: &MeasureRequest) -> Measurement {
     let timeout = Duration::from_millis(request.timeout_ms).min(MAX_CONNECTION_TIMEOUT);
     let open = |address: &SocketAddr| {
@@ -157,8 +156,8 @@ fn send_to_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transfer> {
     })
 }
 
-/// Receives data from another agent for about the time `time` to measure throughput, and then reads
-/// that agent's report about retransmitted segments.
+/// Measures the throughput from another agent to this one by receiving data for about the time
+/// `time`, and returns bytes, seconds and retransmits.
 fn receive_from_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transfer> {
     MeasureCommand::Send(time.as_millis() as u64).write(&mut stream)?;
     let (bytes, elapsed) = receive_data(&mut stream, time)?;

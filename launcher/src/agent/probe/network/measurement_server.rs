@@ -19,13 +19,13 @@ use std::{
 /// The largest number of connections from other agents that this agent serves for measurements at
 /// the same time. Further connections are closed.
 const MAX_CONNECTIONS: usize = 64;
-/// The time limit within which a process that has connected to measure must prove that it has the
-/// key for measurements.
+/// How long a process that opens a connection for network measurements may take to prove that it
+/// has the key for them.
 const AUTHENTICATION_TIMEOUT: Duration = Duration::from_secs(3);
 /// The time limit for the first data of a measured transfer to arrive.
 pub(super) const FIRST_DATA_TIMEOUT: Duration = Duration::from_millis(1500);
-/// How long a connection for measurements may be idle before its command arrives, or between two
-/// echoes.
+/// The time without data after which this agent closes a measured connection that should deliver a
+/// command or the next byte to echo.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long this agent waits for the end of a transfer that another agent measures, after the
 /// requested duration of the transfer has passed.
@@ -41,8 +41,8 @@ const FAILED_ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// The length, in bytes, of an encoded report about a measured transfer, which one agent sends to
 /// the other.
 pub(super) const TRANSFER_REPORT_BYTES: usize = 40;
-/// The first bytes of an encoded [`TransferReport`], which cannot occur among the transferred
-/// zeros.
+/// The first bytes of an encoded [`TransferReport`], by which the receiver distinguishes the report
+/// from the zeros that precede it.
 const TRANSFER_REPORT_MAGIC: &[u8; 8] = b"launchT1";
 
 /// The report about a measured transfer (bytes, time and retransmits), which one agent sends to the
@@ -94,9 +94,8 @@ impl TransferReport {
     }
 }
 
-/// Starts one thread for each listener, which accepts connections from agents that have the key and
-/// lets them measure the network to this host, until this process ends. Fails if a thread cannot be
-/// started.
+/// Starts one thread for each of `listeners`, which accepts connections over which other agents
+/// with the key measure the network. Fails if a thread cannot be started.
 pub(super) fn start_measurement_servers(listeners: Vec<TcpListener>, key: &HandshakeKey) -> io::Result<()> {
     let active = Arc::new(AtomicUsize::new(0));
     for listener in listeners {
@@ -201,9 +200,9 @@ pub(super) fn send_data(stream: &mut TcpStream, is_done: &AtomicBool) {
     }
 }
 
-/// Receives data on a connection whose throughput is measured, for the time `time` after the first
-/// byte. Returns the number of bytes, and the time from the first to the last byte. Returns 0 bytes
-/// if none arrive within [`FIRST_DATA_TIMEOUT`].
+/// Receives data for the time `time`, counted from the first byte, to measure the throughput of a
+/// connection. Returns the number of bytes, and the time from the first to the last byte. Returns 0
+/// bytes if none arrive within [`FIRST_DATA_TIMEOUT`].
 pub(super) fn receive_data(stream: &mut TcpStream, time: Duration) -> io::Result<(u64, Duration)> {
     let mut buffer = vec![0; BUFFER_BYTES];
     let mut read = |limit: Duration| {

@@ -1,5 +1,5 @@
-//! Authenticated TCP connections between agents, over which `launch check --network` measures, and
-//! the commands that begin a measurement.
+//! Opens authenticated TCP connections between agents for `launch check --network`, and sends the
+//! commands that start network measurements.
 use crate::connection::handshake::{HandshakeKey, authenticate_agent, authenticate_controller};
 use nix::sys::socket::{setsockopt, sockopt};
 use std::{
@@ -11,8 +11,8 @@ use std::{
 };
 use tokio::net::TcpSocket;
 
-/// The small TCP segment size, in bytes, with which a measurement tests whether the network loses
-/// only large packets. Every network must carry packets of this size.
+/// The TCP segment size, in bytes, of the transfer that shows whether the network loses only
+/// packets that are larger than this. Every network must carry packets of this size.
 pub(super) const SMALL_SEGMENT_BYTES: u32 = 536;
 /// The largest number of bytes that the kernel may buffer unsent on a measured connection, so that
 /// a transfer ends soon after its sender stops. A small number keeps the time short in which data

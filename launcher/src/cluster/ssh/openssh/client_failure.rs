@@ -11,8 +11,8 @@ use std::{io, time::Duration};
 /// The exit code with which OpenSSH's client (`ssh`) reports its own failure, rather than that of
 /// the remote command.
 const CLIENT_ERROR_EXIT_CODE: u8 = 255;
-/// How many output lines of OpenSSH's client an error about a failure of this client contains at
-/// most.
+/// The largest number of output lines of OpenSSH's client (`ssh`) that an error message of launch
+/// quotes.
 const MAX_OUTPUT_LINES: usize = 3;
 
 /// The texts in messages of OpenSSH's client by which launch recognizes a failure, each with an
@@ -81,9 +81,8 @@ pub(in crate::cluster::ssh) struct ClientFailure {
 }
 
 impl ClientFailure {
-    /// Determines why OpenSSH's client has failed, from its exit status, its log and its stderr;
-    /// returns `None` if the exit status is that of the command on the host. `stderr` is what the
-    /// remote command and the proxy command wrote.
+    /// Determines why OpenSSH's client has failed, or returns `None` if only the command that it
+    /// ran on the host has ended. `stderr` is what the remote command and the proxy command wrote.
     pub(super) fn from_client_end(
         status: Option<ExitStatus>,
         log: &ClientLogParser,
@@ -126,8 +125,8 @@ impl ClientFailure {
         Some(failure)
     }
 
-    /// Builds the failure that OpenSSH's client has not logged in to a host within the time
-    /// `limit`, with the lines of the client's log that may explain it.
+    /// Creates the description of a login timeout: OpenSSH's client has not logged in to a host
+    /// within the time `limit`.
     pub(super) fn from_login_timeout(
         limit: Duration,
         log: &ClientLogParser,

@@ -1,5 +1,5 @@
-//! [`ClientLogParser`]: parses the debug log of OpenSSH's client (`ssh`) to find out how far a
-//! connection is.
+//! [`ClientLogParser`]: parses the debug log of OpenSSH's client (`ssh`) to find out whether the
+//! login has succeeded and which errors occurred.
 //!
 //! The client writes its log in English only, and runs with `LogLevel=DEBUG1` in the C locale.
 use std::collections::VecDeque;
@@ -42,7 +42,8 @@ pub(super) struct ClientLogParser {
 }
 
 impl ClientLogParser {
-    /// Parses `bytes`, the next bytes of the log of OpenSSH's client, and records what they report.
+    /// Parses the next bytes of the debug log of OpenSSH's client, and stores what each complete
+    /// line reports in this parser.
     pub(super) fn parse_chunk(&mut self, bytes: &[u8]) {
         for byte in bytes {
             match byte {
@@ -56,7 +57,8 @@ impl ClientLogParser {
         }
     }
 
-    /// Parses one line of the log of OpenSSH's client, and records what it reports.
+    /// Parses one line of the debug log of OpenSSH's client, and stores the login, host key, exit
+    /// status or message in this parser.
     fn parse_line(&mut self, line: &str) {
         if line.starts_with("Authenticated to ") {
             self.is_logged_in = true;

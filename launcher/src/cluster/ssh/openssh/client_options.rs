@@ -98,8 +98,8 @@ pub(super) fn divide_connect_timeout(timeout: Duration, addresses: usize) -> Opt
     (addresses > 1).then(|| (timeout.as_secs() / addresses as u64).max(1))
 }
 
-/// Builds those options of OpenSSH's client that are the same for the connection to a host and for
-/// the connection to the job's jump host.
+/// Builds the `ssh` arguments from the job's SSH settings that apply to the host and to the jump
+/// host alike.
 fn build_common_arguments(spec: &SshSpec, config_file: Option<&Path>) -> Vec<String> {
     let mut arguments: Vec<String> = vec!["-T".to_owned()];
     if let Some(file) = config_file {
@@ -140,8 +140,8 @@ fn build_destination_arguments(host: &HostAddress) -> Vec<String> {
     arguments
 }
 
-/// Parses `jump`, the jump host of the job, and returns it; returns `None` if it is the word `none`
-/// or the host itself.
+/// Returns the address of the job's jump host, or `None` if `jump` is the word `none` or names the
+/// destination host.
 fn find_job_jump_host(jump: &str, host: &HostAddress, settings: &SshHostSettings) -> Option<HostAddress> {
     if jump.eq_ignore_ascii_case("none") {
         return None;
@@ -162,8 +162,8 @@ fn build_proxy_command(jump: &HostAddress, spec: &SshSpec, config_file: Option<&
     format!("{} -W '[%h]:%p' {}", quoted(&words), quoted(&destination))
 }
 
-/// Quotes a word of a shell command that is an option value of OpenSSH's client, and escapes `%`,
-/// which the client would replace.
+/// Quotes a word of a `ProxyCommand` for the shell, and doubles each `%` so that `ssh` does not
+/// expand it.
 fn quote_word(word: &str) -> String {
     format!("'{}'", word.replace('\'', "'\\''").replace('%', "%%"))
 }

@@ -43,8 +43,8 @@ const OPENSSH_ONLY_KEYWORDS: &[(&str, &str, &[&str])] = &[
     ("addressfamily", "AddressFamily", &["any"]),
 ];
 
-/// A setting or file of a host because of which launch connects to it through OpenSSH's client
-/// instead of the built-in client.
+/// A setting or file of a host that makes launch use OpenSSH's client instead of the built-in
+/// client for this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::cluster::ssh) struct OpenSshRequirement {
     /// The setting as in the configuration, or the path of the file with its meaning.
@@ -114,8 +114,8 @@ fn find_openssh_only_keyword(settings: &SshHostSettings) -> Option<OpenSshRequir
     })
 }
 
-/// Finds an SSH key file that only OpenSSH's client can use, because it has a certificate or its
-/// private key is on a hardware key.
+/// Finds an SSH key file that only OpenSSH's client can use, because the key has a certificate or
+/// is stored on a hardware key.
 fn find_openssh_only_key(files: &HostSshFiles<'_>) -> Option<OpenSshRequirement> {
     for key in files.keys {
         let mut certificate = key.as_os_str().to_owned();

@@ -121,9 +121,8 @@ fn connect_with_retries(
     }
 }
 
-/// Builds the options by which OpenSSH's client divides the time limit for connecting to the host
-/// `target` among the addresses of the host, so that an address that does not answer does not use
-/// up the time. Blocks while the name of the host is resolved.
+/// Builds the `ConnectTimeout` option of `ssh` so that the time limit is divided evenly among the
+/// addresses of the host `target`. Blocks while the name of the host is resolved.
 ///
 /// With a proxy, this machine does not connect to these addresses. Without an answer about the
 /// name, the client reports the reason.
@@ -242,16 +241,16 @@ impl ClientProcess {
         }
     }
 
-    /// Builds the failure that OpenSSH's client has not logged in to the host within the time
-    /// `limit`, with the lines of the client's log that may explain it.
+    /// Describes a login timeout: OpenSSH's client has not logged in to the host within the time
+    /// `limit`.
     fn explain_login_timeout(&self, limit: Duration, target: &SshTarget) -> ClientFailure {
         let state = self.state.borrow();
         ClientFailure::from_login_timeout(limit, &state.log, &state.stderr, target)
     }
 
     /// Waits until the stream to the host is ready for `events` (reading or writing), or until
-    /// OpenSSH's client writes to its log or stderr, which is then read. Returns whether the stream
-    /// is ready. Fails after the deadline.
+    /// `ssh` has printed log or stderr text. Returns whether the stream is ready. Fails after the
+    /// deadline.
     fn poll_stream_and_output(&self, events: PollFlags, deadline: Instant) -> io::Result<bool> {
         let remaining = deadline.saturating_duration_since(Instant::now());
         if remaining.is_zero() {
@@ -272,8 +271,8 @@ impl ClientProcess {
         Ok(is_ready)
     }
 
-    /// Returns the file descriptors of the log and of the stderr of OpenSSH's client, as far as
-    /// they have not ended.
+    /// Returns the file descriptors of the log and stderr of OpenSSH's client, except those that
+    /// have reached their end.
     pub(super) fn list_output_fds(&self) -> Vec<PollFd<'_>> {
         let state = self.state.borrow();
         let log = (!state.has_log_ended).then(|| PollFd::new(self.log.as_fd(), PollFlags::POLLIN));
@@ -319,8 +318,8 @@ impl ClientProcess {
         self.state.borrow_mut().has_stderr_ended = true;
     }
 
-    /// Discards what was read so far from the stderr of OpenSSH's client, which a proxy command or
-    /// the login shell may have written, too.
+    /// Discards the stderr text of OpenSSH's client that has arrived so far, such as output of the
+    /// host's login shell.
     pub(super) fn discard_stderr(&self) {
         self.read_log_and_stderr();
         self.state.borrow_mut().stderr.clear();
@@ -335,8 +334,8 @@ impl ClientProcess {
         status
     }
 
-    /// Waits for the end of OpenSSH's client, and determines why the client has failed; returns
-    /// `None` if only the command on the host has ended.
+    /// Waits for the end of OpenSSH's client and returns the reason of its failure, or `None` if it
+    /// ended normally with the remote command.
     fn explain_client_end(&self, target: &SshTarget) -> Option<ClientFailure> {
         let status = self.wait_for_client_end();
         let state = self.state.borrow();
@@ -375,8 +374,8 @@ pub(in crate::cluster::ssh) struct OpenSshChannel {
 }
 
 impl OpenSshChannel {
-    /// Determines why the output from the host has ended; returns `None` if the connection has not
-    /// failed, but the command on the host has ended.
+    /// Returns the error of the SSH connection that ended the host's output, or `None` if the
+    /// command on the host ended by itself.
     pub(in crate::cluster::ssh) fn explain_output_end(&self, target: &SshTarget) -> Option<Diagnostic> {
         self.client.explain_client_end(target).map(|failure| failure.into_diagnostic(target))
     }

@@ -1,5 +1,5 @@
-//! [`relay_streams`]: copies the bytes of an agent between OpenSSH's client and local sockets, in
-//! both directions.
+//! [`relay_streams`]: copies an agent's stdin, stdout and stderr between a process of OpenSSH's
+//! client (`ssh`) and sockets of the controller.
 use super::session::{ClientProcess, OpenSshChannel};
 use crate::cluster::ssh::{
     channel_relay::{RelayBuffer, none_if_would_block},
@@ -47,7 +47,8 @@ pub(in crate::cluster::ssh) fn relay_streams(
     client.remote_exit_status(target)
 }
 
-/// Copies the bytes of one agent between OpenSSH's client and local sockets of the controller.
+/// The state of copying one agent's stdin, stdout and stderr between OpenSSH's client (`ssh`) and
+/// sockets of the controller.
 struct StreamRelay<'a> {
     client: &'a ClientProcess,
     local: &'a UnixStream,

@@ -1,5 +1,5 @@
-//! [`SupervisedChild`]: a child process, such as `ssh`, that the thread of a connection starts and
-//! kills, and that the main thread reaps.
+//! [`SupervisedChild`]: a child process, such as `ssh`, that a connection thread starts and kills,
+//! but only the main thread reaps.
 use crate::processes::lock_children;
 use nix::{
     errno::Errno,
@@ -24,12 +24,12 @@ use std::{
 /// ended.
 const WAIT_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The exit status of a child process, which the thread that reaps the process sets for the thread
-/// that has started it; `None` until then.
+/// The exit status of a child process, shared by the threads that start and reap the process;
+/// `None` before it is reaped.
 type ReapedStatus = Arc<Mutex<Option<ExitStatus>>>;
 
-/// The child processes of SSH connections ([`SupervisedChild`]) that were not reaped yet, by pid,
-/// each with the place for its exit status.
+/// The pids of the child processes of SSH connections that were not reaped yet, each with a cell
+/// for the exit status.
 static UNREAPED_CHILDREN: Mutex<BTreeMap<u32, ReapedStatus>> = Mutex::new(BTreeMap::new());
 
 /// Locks a mutex, even if another thread has panicked while it held the lock.
@@ -43,9 +43,8 @@ pub(in crate::cluster::ssh) fn list_unreaped_children() -> Vec<u32> {
     lock_ignoring_poison(&UNREAPED_CHILDREN).keys().copied().collect()
 }
 
-/// Records the exit status of the child process `pid`, which the calling thread has reaped, for the
-/// thread that has started the process. The caller holds [`lock_children`]. Ignores processes that
-/// were not started here.
+/// Stores the exit status of the reaped child process `pid` for the thread that has started this
+/// process. The caller holds [`lock_children`]. Ignores processes that were not started here.
 pub(in crate::cluster::ssh) fn record_child_exit(pid: u32, status: ExitStatus) {
     if let Some(reaped) = lock_ignoring_poison(&UNREAPED_CHILDREN).remove(&pid) {
         *lock_ignoring_poison(&reaped) = Some(status);

@@ -1,5 +1,5 @@
-//! [`TreeHub`]: the controller's end of the tree of agents, in which agents pass on each other's
-//! messages to the controller, on a separate thread.
+//! [`TreeHub`]: the controller's handle of the tree of agents, with a thread that exchanges
+//! messages with all agents.
 use super::planner::{ExecutableSource, TreePlace, TreePlanner};
 use crate::{
     cluster::{
@@ -32,14 +32,14 @@ use tokio::{
     time::{Instant, MissedTickBehavior, sleep_until},
 };
 
-/// The largest number of commands, such as to add an agent, that may wait for the thread which
-/// connects the controller with the tree of agents. The start of an agent has three at most.
+/// The largest number of commands that may be queued for the controller's tree thread, which
+/// exchanges messages with the agents. The start of an agent has three at most.
 const MAX_WAITING_COMMANDS: usize = 1 << 17;
-/// The number of messages that fit into each channel of the thread which connects the controller
-/// with the tree of agents.
+/// The largest number of entries in each input channel of the controller's tree thread, such as the
+/// channel for messages of agents.
 const CHANNEL_CAPACITY: usize = 1024;
-/// The interval at which a thread that waits for a place for its agent in the tree of agents checks
-/// whether the start of this agent was cancelled.
+/// How often a thread that waits for an agent's place in the tree of agents checks whether the
+/// agent's start was canceled.
 const GIVE_UP_CHECK_INTERVAL: Duration = Duration::from_secs(2);
 /// The longest time for which the thread that connects the controller with the tree of agents waits
 /// for its next event.
@@ -50,8 +50,8 @@ const STDERR_CAPACITY: usize = 64;
 /// The number of bytes of an agent's standard error that are read at once.
 const STDERR_CHUNK_BYTES: usize = 4 << 10;
 
-/// A command to the thread which connects the controller with the tree of agents: open an agent's
-/// stream, add an agent at the top, or end a stream.
+/// A command to the controller's tree thread, such as to add an agent or to end an agent's control
+/// connection.
 enum HubCommand {
     /// Open the stream of an agent that is being started.
     Open(NewAgentStreams),
@@ -61,8 +61,8 @@ enum HubCommand {
     Abort(StreamId),
 }
 
-/// The tree's ends of the control connection and of the standard error of an agent that is about to
-/// be started in the tree of agents.
+/// The pipes and shared state that the tree thread gets for the control connection and standard
+/// error of an agent about to start.
 struct NewAgentStreams {
     stream: StreamId,
     host: String,
@@ -72,9 +72,8 @@ struct NewAgentStreams {
     first_agent: Arc<AtomicU64>,
 }
 
-/// The controller's end of the tree of agents: is connected with the agents at the top, which pass
-/// on the messages of the agents below them. Its thread ends when the hub and all its streams are
-/// dropped.
+/// The controller's handle of the tree of agents, which passes on the messages between the
+/// controller and all agents. Its thread ends when the hub and all its streams are dropped.
 pub(crate) struct TreeHub {
     commands: mpsc::Sender<HubCommand>,
     planner: Arc<SharedPlanner>,
@@ -96,15 +95,14 @@ pub(crate) struct TreeSettings {
     pub(crate) ports: PortSelection,
 }
 
-/// Returns how long a connection between two neighbours in the tree of agents may be silent before
-/// it counts as broken, for hosts that may be silent for `host_lease`. It is then replaced before
-/// the host counts as lost.
+/// Returns how long a tree connection may be silent before it counts as broken: half of
+/// `host_lease`, the time limit for a host. It is then replaced before the host counts as lost.
 fn compute_link_lease(host_lease: Duration) -> Duration {
     host_lease / 2
 }
 
-/// The [`TreePlanner`], which assigns agents their places in the tree of agents, behind a mutex,
-/// with condition variables for threads that wait for its decisions.
+/// The [`TreePlanner`] of the controller behind a mutex, with condition variables that wake threads
+/// after the planner's state has changed.
 ///
 /// A change wakes one thread of each kind, and a thread that gets its decision wakes the next one.
 /// So the work for each decision does not depend on the number of threads.
@@ -122,16 +120,16 @@ impl SharedPlanner {
         self.planner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the planner of the tree of agents by calling `change`, and wakes threads that wait
-    /// for a decision of the planner, such as a place for an agent.
+    /// Changes the tree planner's state by calling `change`, and wakes the threads that wait for a
+    /// place in the tree or for launch's executable.
     fn change_and_wake(&self, change: impl FnOnce(&mut TreePlanner)) {
         change(&mut self.lock_planner());
         self.places.notify_one();
         self.sources.notify_one();
     }
 
-    /// Waits until the function `decide` gets a decision from the tree's planner, such as a place
-    /// for an agent, or until the function `is_given_up` returns `true`. Checks `is_given_up` every
+    /// Waits until the function `decide` returns a result from the tree's planner, or until the
+    /// function `is_given_up` returns `true`. Checks `is_given_up` every
     /// [`GIVE_UP_CHECK_INTERVAL`].
     fn wait_for_decision<T>(
         &self,
@@ -198,8 +196,8 @@ impl TreeHub {
         &self.fetch_token
     }
 
-    /// Opens the controller's end of the control connection of an agent that is about to be started
-    /// on the host `host` and will be reached through the tree of agents.
+    /// Creates the control connection through the tree to an agent that is about to be started on
+    /// the host `host`.
     pub(crate) fn open_agent_stream(
         &self,
         host: &str,
@@ -222,14 +220,14 @@ impl TreeHub {
         StartingAgentStreams { id: stream, halves, stderr, connection }
     }
 
-    /// Assigns the agent with the control stream `stream` a place in the tree of agents (at the top
-    /// or below another agent), if a place is free now.
+    /// Assigns an agent its place at the top of the tree or below another agent, or returns `None`
+    /// if no place is free now.
     pub(crate) fn try_place_agent(&self, stream: StreamId) -> Option<TreePlace> {
         self.planner.lock_planner().place_agent(stream)
     }
 
-    /// Waits until the agent with the control stream `stream` gets a place in the tree of agents
-    /// (at the top or below another agent). Returns `None` if the start was given up.
+    /// Waits until an agent gets its place at the top of the tree or below another agent. Returns
+    /// `None` if the start was given up.
     pub(crate) fn wait_for_place(
         &self,
         stream: StreamId,
@@ -242,9 +240,9 @@ impl TreeHub {
         )
     }
 
-    /// Lists the agents of the tree below which the agent with the control stream `stream` may be
-    /// connected now. The list is empty for an agent that is connected with the controller, and if
-    /// no agent accepts others.
+    /// Lists the agents of the tree to which the agent with the ID `stream` may connect now. The
+    /// list is empty for an agent that is connected with the controller, and if no agent accepts
+    /// others.
     pub(crate) fn list_possible_parents(&self, stream: StreamId) -> Vec<TreeParent> {
         self.planner.lock_planner().list_possible_parents_of(stream)
     }
@@ -268,8 +266,8 @@ impl TreeHub {
         self.planner.change_and_wake(|planner| planner.release_executable_source(source));
     }
 
-    /// Builds the first message to an agent in the tree of agents, which states the agents to which
-    /// it may connect, the keys and the time limits.
+    /// Builds the first message to an agent of the tree, with the tree's key, the agents to connect
+    /// to, and the time limits.
     pub(crate) fn build_first_message(
         &self,
         stream: StreamId,
@@ -292,9 +290,9 @@ impl TreeHub {
         }
     }
 
-    /// Connects an agent with the controller directly, as one of the agents at the top of the tree,
-    /// over `control`, which its SSH connection relays. The agent gets its place first. `stderr`
-    /// carries the agent's standard error.
+    /// Adds an agent that is connected to the controller directly, through the socket `control`, to
+    /// the top of the tree of agents. The agent gets its place first. `stderr` carries the agent's
+    /// standard error.
     pub(crate) fn add_top_agent(&self, setup: TreeSetup, control: StdStream, stderr: StdStream) {
         self.send_command(HubCommand::AddRoot { setup: Box::new(setup), control, stderr });
     }
@@ -311,8 +309,8 @@ impl TreeHub {
     }
 }
 
-/// The controller's handle of its connection to one agent that is reached through the tree of
-/// agents (other agents that pass on messages).
+/// The controller's handle of the connection to one agent that is reached through other agents of
+/// the tree.
 pub(crate) struct TreeConnection {
     stream: StreamId,
     commands: mpsc::Sender<HubCommand>,
@@ -359,8 +357,8 @@ impl RemoteAgentConnection for TreeConnection {
     }
 }
 
-/// The controller's end of the control connection of one agent, which other agents of the tree pass
-/// on.
+/// The controller's end of one agent's control connection, whose bytes travel through the tree of
+/// agents.
 struct HubStream {
     host: String,
     local: LocalStream,
@@ -372,8 +370,8 @@ struct HubStream {
     first_agent: Arc<AtomicU64>,
 }
 
-/// The event loop of the thread that connects the controller with the tree of agents, with its
-/// connections to the agents at the top and the control streams of all agents.
+/// The state of the controller's tree thread: its connections to the agents at the top, and the
+/// control connections of all agents.
 struct HubLoop {
     planner: Arc<SharedPlanner>,
     /// The time for which a stream may have no way through the tree. Afterwards its agent counts as
@@ -436,8 +434,7 @@ impl HubLoop {
         }
     }
 
-    /// Executes a command, such as to add an agent to the tree, that the controller or the thread
-    /// of an SSH connection has sent.
+    /// Executes one command in the controller's tree thread, such as the command to add an agent.
     fn execute_command(&mut self, command: HubCommand) {
         match command {
             HubCommand::Open(opened) => self.open_stream(opened),
@@ -467,8 +464,8 @@ impl HubLoop {
         self.streams.insert(stream, state);
     }
 
-    /// Connects an agent with the controller directly, as one of the agents at the top of the tree,
-    /// over `control`, which its SSH connection relays.
+    /// Adds an agent that is connected to the controller directly, through the socket `control`, to
+    /// the top of the tree of agents.
     fn add_top_agent(&mut self, setup: TreeSetup, control: StdStream, stderr: StdStream) -> io::Result<()> {
         control.set_nonblocking(true)?;
         stderr.set_nonblocking(true)?;
@@ -482,8 +479,8 @@ impl HubLoop {
         Ok(())
     }
 
-    /// Handles a message (frame) from an agent that is connected to the controller directly rather
-    /// than through another agent, or the end of that connection.
+    /// Handles a message from an agent at the top of the tree, or the end of the controller's
+    /// connection to that agent.
     fn on_top_agent_frame(&mut self, link: LinkId, frame: Option<TreeFrame>) {
         if !self.links.record_frame_arrival(link) {
             return;
@@ -508,8 +505,8 @@ impl HubLoop {
         }
     }
 
-    /// Handles an event of the controller's own end of an agent's control connection: the
-    /// controller has written or read bytes, or has closed the connection.
+    /// Handles what the controller has done with an agent's control connection: written bytes, read
+    /// bytes, or closed the connection.
     fn handle_local_event(&mut self, event: LocalStreamEvent) {
         match event {
             LocalStreamEvent::Written(stream, bytes) => self.router.write_to_stream(stream, &bytes),
@@ -518,9 +515,8 @@ impl HubLoop {
         }
     }
 
-    /// Executes all actions that the router (the state machine that decides how messages are passed
-    /// on in the tree of agents) requests. Handles links that were closed because their queues were
-    /// full.
+    /// Executes all actions that the message router of the tree has requested, such as sending a
+    /// message to an agent. Handles links that were closed because their queues were full.
     fn execute_actions(&mut self) {
         loop {
             let (actions, overflowed) = (self.router.take_actions(), self.links.take_overflowed_links());
@@ -532,8 +528,8 @@ impl HubLoop {
         }
     }
 
-    /// Executes one action that the router (the state machine that decides how messages are passed
-    /// on in the tree of agents) requests.
+    /// Executes one action that the message router of the tree has requested, such as sending a
+    /// message to an agent.
     fn execute_action(&mut self, action: RouterAction) {
         match action {
             RouterAction::Send(link, frame) => self.links.send_frame(link, frame),
@@ -583,8 +579,8 @@ impl HubLoop {
         }
     }
 
-    /// Ends the control connections of agents that have had no way to the controller through the
-    /// tree for too long, so that they count as lost.
+    /// Ends the control connections of all agents that have been unreachable through the tree for
+    /// too long, so that they count as lost.
     fn end_detached_streams(&mut self) {
         while let Some((since, stream)) = self.detached.front().copied()
             && since.elapsed() >= self.max_detached
@@ -602,8 +598,8 @@ impl HubLoop {
         }
     }
 
-    /// Ends the control connection of one agent that is reached through the tree; `failure` is the
-    /// reason, unless the agent's SSH connection has recorded another one.
+    /// Ends the control connection of one agent of the tree, and records `failure` as the reason
+    /// unless another reason is already recorded.
     fn end_stream(&mut self, stream: StreamId, failure: Option<Diagnostic>) {
         self.planner.change_and_wake(|planner| planner.remove_agent(stream));
         if let Some(state) = self.streams.remove(&stream) {

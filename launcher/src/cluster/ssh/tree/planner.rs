@@ -1,5 +1,5 @@
-//! [`TreePlanner`]: decides which agents of a tree are connected with each other, and which host
-//! sends the executable of launch to which other one. A state machine without I/O and clock.
+//! [`TreePlanner`]: decides to which agent each agent of the tree connects, and from which host
+//! each host gets the executable of launch. A state machine without I/O and clock.
 use crate::connection::tree::{StreamId, TreeParent};
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,15 +13,16 @@ const MAX_TRANSFERS_PER_HOST: usize = 1;
 /// The largest number of hosts to which the controller sends the executable of launch at the same
 /// time. A slow host does not delay all others.
 const MAX_CONTROLLER_TRANSFERS: usize = 2;
-/// How many of the agents above an agent in the tree are offered to it as possible parents, to
-/// which it may connect. A tree of the default width with as many levels has millions of agents.
+/// The largest number of agents above a new agent in the tree whose addresses the new agent gets,
+/// to connect to one of them. A tree of the default width with as many levels has millions of
+/// agents.
 const MAX_ANCESTOR_PARENTS: usize = 8;
-/// How many agents at the top of the tree are offered to an agent as additional possible parents,
-/// in case it cannot reach any of the agents above it.
+/// The largest number of agents at the top of the tree that an agent may connect to if it cannot
+/// reach the agents above it.
 const MAX_FALLBACK_PARENTS: usize = 4;
 
-/// How many agents are informed at once that the agents to which they may connect in the tree
-/// (their possible parents) have changed.
+/// The largest number of agents for which one call of the planner computes a new list of agents to
+/// which they may connect.
 const MAX_PARENT_UPDATES_AT_ONCE: usize = 64;
 
 /// The place of an agent in the tree of agents: directly below the controller, or below one of
@@ -59,8 +60,8 @@ struct PlannedAgent {
     addresses: Option<Vec<SocketAddr>>,
 }
 
-/// Decides which place each agent gets in the tree of agents (which pass on each other's messages
-/// to the controller), and which hosts send launch's executable to others.
+/// Assigns each agent its place in the tree of agents, and each host the source of launch's
+/// executable.
 #[derive(Debug)]
 pub(crate) struct TreePlanner {
     /// The largest number of agents below the controller, and below each agent.
@@ -112,8 +113,8 @@ impl TreePlanner {
         Some(TreePlace::Below(self.list_possible_parents_below(parent)))
     }
 
-    /// Lists the agents of the tree below which the agent with the control stream `stream` may be
-    /// connected. The list is empty for an agent that is connected with the controller.
+    /// Lists the agents of the tree to which the agent with the ID `stream` may connect. The list
+    /// is empty for an agent that is connected with the controller.
     pub(crate) fn list_possible_parents_of(&self, stream: StreamId) -> Vec<TreeParent> {
         let parent = self.agents.get(&stream).and_then(|agent| agent.parent);
         parent.map(|parent| self.list_possible_parents_below(parent)).unwrap_or_default()
@@ -137,23 +138,22 @@ impl TreePlanner {
         parents
     }
 
-    /// Returns the stream number and the addresses of an agent to which others may connect in the
-    /// tree, or `None` if it accepts no agents.
+    /// Returns the ID and the listening addresses of an agent to which others may connect in the
+    /// tree, or `None` if it accepts none.
     fn describe_as_parent(&self, stream: StreamId) -> Option<TreeParent> {
         let addresses = self.agents.get(&stream)?.addresses.clone()?;
         Some(TreeParent { stream, addresses })
     }
 
-    /// Records that an agent accepts other agents below it in the tree at the addresses
-    /// `addresses`, and that its host has the executable of launch.
+    /// Records that an agent accepts connections of other agents at `addresses`, and that its host
+    /// has the executable of launch.
     pub(crate) fn mark_accepting_agents(&mut self, stream: StreamId, addresses: Vec<SocketAddr>) {
         self.change_agent(stream, |agent| agent.addresses = Some(addresses));
     }
 
-    /// Returns a limited number of agents for which the agents to which they may connect in the
-    /// tree (their possible parents) have changed, each with the new list. After a change, a round
-    /// of calls lists every agent, so that each one knows several others that are alive. Without a
-    /// change, the list is empty.
+    /// Returns, for a limited number of agents, the new list of agents to which each may connect,
+    /// after a change of the tree. After a change, a round of calls lists every agent, so that each
+    /// one knows several others that are alive. Without a change, the list is empty.
     pub(crate) fn take_parent_updates(&mut self) -> Vec<(StreamId, Vec<TreeParent>)> {
         let first = match self.next_update {
             Some(stream) => stream,
@@ -215,8 +215,8 @@ impl TreePlanner {
         }
     }
 
-    /// Changes what is planned for one agent by calling `change`, and updates the sorted sets from
-    /// which parents and sources of the executable are chosen.
+    /// Applies `change` to the planner's record of one agent, and updates the sets from which
+    /// parents and senders of the executable are chosen.
     fn change_agent(&mut self, stream: StreamId, change: impl FnOnce(&mut PlannedAgent)) {
         let Some(agent) = self.agents.get_mut(&stream) else { return };
         self.open.remove(&(agent.depth, agent.children, stream));

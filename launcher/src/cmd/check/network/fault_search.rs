@@ -1,5 +1,5 @@
-//! [`FaultSearch`]: finds out which host is at fault if transfers between hosts are bad (impossible
-//! or too slow), and which further tests are needed for that.
+//! [`FaultSearch`]: finds out which host or network path causes bad transfers (impossible or too
+//! slow), and which transfers to test next.
 //!
 //! A transfer is bad because of its sender, its receiver or the path between them. A host that
 //! takes part in a good transfer works in that role. So a bad transfer to a working receiver is
@@ -14,8 +14,8 @@ const MIN_BAD_TRANSFERS_OF_FAULTY_HOST: usize = 2;
 /// How many tests a bad transfer between two hosts needs before it counts, because another load can
 /// disturb one test.
 const TESTS_OF_BAD_TRANSFER: u32 = 2;
-/// How many tests a bad transfer between two hosts needs before the path counts as faulty, if
-/// neither host is found to be faulty.
+/// The number of tests of a bad transfer after which the path between the hosts counts as faulty,
+/// if neither host does.
 const TESTS_OF_BAD_PATH: u32 = 3;
 
 /// The results (good or bad) of all tested transfers between hosts, from which the hosts and
@@ -25,8 +25,8 @@ pub(super) struct FaultSearch {
     transfers: BTreeMap<(usize, usize), TestedTransfer>,
 }
 
-/// The results of testing the transfer of data from one host to another one: whether it was bad
-/// (impossible or too slow) in all tests, and the number of tests.
+/// The test results of transfers from one host to another: the number of tests, and whether all of
+/// them were bad.
 #[derive(Clone, Copy, Debug)]
 struct TestedTransfer {
     is_bad: bool,
@@ -67,8 +67,8 @@ impl FaultSearch {
         self.transfers.iter().any(is_good)
     }
 
-    /// Returns the bad transfers that are evidence against `host` in the role `role` (sender or
-    /// receiver), because their other side is known to work.
+    /// Returns the bad transfers of `host` in the role `role` whose other host has had a good
+    /// transfer in the opposite role.
     fn list_evidence_against_host(&self, host: usize, role: TransferRole) -> Vec<(usize, usize)> {
         if self.has_good_transfer(host, role) {
             return Vec::new();

@@ -17,8 +17,8 @@ const MAX_RETRANSMIT_SHARE: f64 = 0.01;
 /// The number of retransmitted TCP segments below which a host has no packet loss, whatever their
 /// share.
 const MIN_RETRANSMITS: u64 = 20;
-/// If the interface of one host of a bad transfer has less than this share of the speed of the
-/// other host's interface, the slower interface is reported as the reason.
+/// The speed ratio of two hosts' interfaces below which the slower interface is reported as the
+/// reason for a bad transfer.
 const MAX_SLOWER_INTERFACE_SPEED_SHARE: f64 = 0.5;
 /// A path between two hosts counts as failed if its transfer rate is below this share of the usual
 /// rate, which is the median of the best rates of all hosts. Above it, other load can be the
@@ -78,8 +78,8 @@ fn find_median(mut values: Vec<f64>) -> Option<f64> {
     values.get(values.len() / 2).copied()
 }
 
-/// Checks the interface of a host: that there is one at which the agent listens, and that its MTU,
-/// speed and duplex mode are those of most hosts.
+/// Checks that the network interface of a host exists, has the largest MTU and speed among all
+/// hosts, and is not half-duplex.
 fn check_interface(
     inspection: &NetworkInspection,
     known: &[Option<&NetworkInspection>],
@@ -168,8 +168,8 @@ fn check_retransmits(host: usize, pairs: &PairMeasurements) -> Option<CheckResul
     })
 }
 
-/// The measurements of one property of the connections between hosts, such as the transfer rate,
-/// from which check results about faulty hosts and paths are built.
+/// One property of the measured connections, such as the transfer rate, with the data to build
+/// check results about faulty hosts and paths.
 struct PropertyComparison<'a> {
     property: ConnectionProperty,
     pairs: &'a PairMeasurements,
@@ -344,8 +344,8 @@ const SLOW_HELP: &str =
 /// The advice for a host or path with long round trips.
 const LATENCY_HELP: &str = "check the route to the host, and whether its network is busy";
 
-/// Creates the check result that summarizes the measurements: the number of measured rounds and
-/// pairs, and the usual value (the median of the hosts) of each property.
+/// Creates the check result that summarizes the number of measured pairs and rounds, the usual
+/// transfer rate and the usual round-trip time.
 fn create_summary_check(network: &NetworkReport, names: &[String]) -> CheckResult {
     let pairs: BTreeSet<(usize, usize)> =
         network.pairs.iter().map(|((a, b), _)| (a.min(b), a.max(b))).collect();

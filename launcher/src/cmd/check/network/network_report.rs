@@ -1,4 +1,5 @@
-//! [`NetworkReport`]: what the agents of all hosts found about the network.
+//! [`NetworkReport`]: the results of `launch check --network`, which are inspections of each host's
+//! network and measurements between pairs of hosts.
 use super::pair_measurements::PairMeasurements;
 use protocol::network_probe::NetworkInspection;
 

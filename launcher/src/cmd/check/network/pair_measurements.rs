@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 /// A transfer between two hosts is slow if its rate is below this share of the usual rate, which is
 /// the median of the best rates of all hosts.
 const MAX_SLOW_RATE_SHARE: f64 = 0.5;
-/// A round trip between two hosts is long if it takes more than this multiple of the usual time,
-/// and exceeds the usual time by more than [`MIN_EXTRA_ROUND_TRIP_MS`].
+/// The multiple of the usual round-trip time above which a round trip between two hosts counts as
+/// long. It must also exceed the usual time by more than [`MIN_EXTRA_ROUND_TRIP_MS`].
 const LONG_ROUND_TRIP_FACTOR: f64 = 5.0;
 /// A round trip is long only if it exceeds the usual time by more than this time, in milliseconds.
 const MIN_EXTRA_ROUND_TRIP_MS: f64 = 1.0;
@@ -90,8 +90,8 @@ impl PairMeasurements {
         self.directions.iter().map(|(pair, direction)| (*pair, direction))
     }
 
-    /// Returns the measured values of a property, each with the pair of hosts (from, to) in whose
-    /// direction it was measured. The value of the reachability is 1 or 0.
+    /// Returns the measured values of one property, each with the indices of the two hosts (from,
+    /// to) of the measured direction. The value of the reachability is 1 or 0.
     pub(super) fn list_values_of_property(&self, property: ConnectionProperty) -> Vec<((usize, usize), f64)> {
         let value = |direction: &DirectedMeasurement| match property {
             ConnectionProperty::Reachability => {

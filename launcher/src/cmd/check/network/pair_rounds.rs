@@ -1,5 +1,5 @@
-//! [`plan_rounds`]: plans rounds of measurements between the hosts of a job, in each of which every
-//! host is measured with at most one other host.
+//! [`plan_rounds`]: plans which pairs of hosts `launch check --network` measures at the same time,
+//! with each host in at most one pair.
 
 /// The smallest number of rounds in which pairs of hosts are measured; very small jobs need fewer,
 /// because no pair is measured twice.

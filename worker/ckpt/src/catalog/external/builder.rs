@@ -1,5 +1,5 @@
-//! [`ExternalCheckpointBuilder`]: collects what is found in the directory of another program's
-//! checkpoint: files, tensors, and other information, such as the step.
+//! Defines [`ExternalCheckpointBuilder`], which collects the files, tensors and step of a
+//! checkpoint that another program has written.
 use super::checkpoint::ExternalCheckpoint;
 use super::facts::{ExternalFacts, TrainingStatePart};
 use super::stored_files::StoredFiles;
@@ -16,12 +16,12 @@ use std::sync::Arc;
 /// The only Python classes and functions that the pickles of torch files may refer to.
 pub(crate) const ALLOWED_GLOBALS: &[&[&str]] = &[TENSOR_GLOBALS, DTYPE_GLOBALS, PLAIN_GLOBALS];
 
-/// Names of the weights that are trained by the job that reads another program's checkpoint. The
+/// The names of the weights that a job trains, for reading a checkpoint of another program. The
 /// names identify optimizer states that a file stores only by number.
 pub(crate) type TrainedWeightNames = HashSet<String>;
 
-/// Collects the files, the tensors and other information, such as the step, that are found in the
-/// directory of another program's checkpoint.
+/// Collects the files, tensors and other information, such as the step, of another program's
+/// checkpoint while its directory is read.
 pub(crate) struct ExternalCheckpointBuilder {
     pub(crate) directory: Arc<Directory>,
     /// The weights that the job which reads the checkpoint trains; `None` if unknown.
@@ -71,8 +71,8 @@ impl ExternalCheckpointBuilder {
         CkptError::damaged(self.directory.path(), file, reason)
     }
 
-    /// Returns the error [`CkptError::Damaged`] for a file that contains tensors, given as its
-    /// number `file` in the list [`StoredFiles`].
+    /// Returns the error [`CkptError::Damaged`] for the tensor file with the index `file` in the
+    /// checkpoint's list of files.
     pub(crate) fn damaged_stored_file_error(
         &self,
         file: usize,
@@ -92,8 +92,9 @@ impl ExternalCheckpointBuilder {
         self.facts.notices.push(line.into());
     }
 
-    /// Records that the checkpoint has optimizer states that are not read, and the reason. `notice`
-    /// states the reason to the user. The first such notice also becomes the reason in the facts.
+    /// Records that the checkpoint's optimizer states are not read, with the reason as a message
+    /// for the user. `notice` states the reason to the user. The first such notice also becomes the
+    /// reason in the facts.
     pub(crate) fn record_skipped_optimizer(&mut self, notice: String) {
         self.facts.ignored_optimizer.get_or_insert_with(|| notice.clone());
         self.add_notice(notice);
@@ -115,8 +116,8 @@ impl ExternalCheckpointBuilder {
         weights.map(|e| (e.info.name.as_str(), e.info.shape.as_slice()))
     }
 
-    /// Sorts the tensors of the checkpoint into the order in which the list `order` has their
-    /// names. Tensors whose names are not in `order` come last, in their previous order.
+    /// Sorts the tensors of the checkpoint by the position of their names in the list `order`.
+    /// Tensors whose names are not in `order` come last, in their previous order.
     pub(crate) fn sort_tensors<'n>(&mut self, order: impl IntoIterator<Item = &'n str>) {
         let position: HashMap<&str, usize> = order.into_iter().zip(0..).collect();
         self.entries.sort_by_key(|e| position.get(e.info.name.as_str()).copied().unwrap_or(usize::MAX));
@@ -129,9 +130,8 @@ impl ExternalCheckpointBuilder {
         self.finish_with_paths(&path, &path)
     }
 
-    /// Builds the [`ExternalCheckpoint`] with the path `path`, and reads the model's `config.json`
-    /// and tokenizer from the directory `root`, which can be another directory than that of the
-    /// tensors.
+    /// Builds the [`ExternalCheckpoint`] for the directory `path`, with the model's config and
+    /// tokenizer from the directory `root`.
     pub(crate) fn finish_with_paths(mut self, path: &Path, root: &Path) -> Result<ExternalCheckpoint> {
         if !self.entries.iter().any(|e| e.info.role.is_optimizer_state()) {
             self.facts.missing.insert(0, TrainingStatePart::OptimizerState);

@@ -27,9 +27,9 @@ const TEXT_BYTES_MAX: u64 = 128 << 20;
 /// total size of the files that store them. Tensors may share stored bytes, so their total size may
 /// exceed that of the files.
 const TENSOR_TO_FILE_BYTES_RATIO_MAX: u64 = 2;
-/// Number of bytes by which the total size of a checkpoint's tensors may exceed
-/// [`TENSOR_TO_FILE_BYTES_RATIO_MAX`] times the total size of its files. A small checkpoint can
-/// need them for an expanded mask, for example.
+/// The number of bytes by which the tensors of a small checkpoint may exceed the limit
+/// [`TENSOR_TO_FILE_BYTES_RATIO_MAX`] on their total size. A small checkpoint can need them for an
+/// expanded mask, for example.
 const TENSOR_BYTES_ALLOWANCE: u64 = 256 << 20;
 /// Names of the text files that a Hugging Face directory may contain in addition to the weights.
 const HF_TEXT_FILE_NAMES: [&str; 8] = [
@@ -108,8 +108,8 @@ impl ExternalCheckpoint {
         })
     }
 
-    /// Sets those parts of the checkpoint that a conversion to another format copies unchanged, and
-    /// returns the checkpoint.
+    /// Sets the objects of the checkpoint that are copied unchanged in a conversion to another
+    /// format, and returns the checkpoint.
     pub(crate) fn with_passthrough_state(mut self, passthrough: PassthroughState) -> ExternalCheckpoint {
         self.passthrough = passthrough;
         self
@@ -152,8 +152,8 @@ impl ExternalCheckpoint {
         index.map(|&i| &self.entries[i]).ok_or_else(|| CkptError::no_such_tensor(&self.path, role, name))
     }
 
-    /// Divides all read requests where they cross from one stored part of a tensor to the next, so
-    /// that each resulting read concerns a single part of a file.
+    /// Splits requests to read tensor elements into reads of single stored parts, because a file
+    /// may store a tensor in several parts.
     fn split_requests_into_part_reads<'a>(
         &'a self,
         requests: &'a mut [F32ReadRequest<'_>],
@@ -163,9 +163,9 @@ impl ExternalCheckpoint {
         Ok(parts)
     }
 
-    /// Divides one read request into reads that each concern a single stored part of the tensor,
-    /// and appends these reads to `parts`. Each stored part of the tensor that has some of the
-    /// requested elements gets one read.
+    /// Splits one request to read tensor elements into one read per stored part of the tensor, and
+    /// appends the reads to `parts`. Each stored part of the tensor that has some of the requested
+    /// elements gets one read.
     ///
     /// # Errors
     ///

@@ -20,12 +20,12 @@ const PIECE_BYTES: u64 = 8 << 20;
 const PIECES_MAX: u64 = 1 << 20;
 /// Limit on the number of threads that verify checksums. More threads would only wait for the disk.
 const THREADS_MAX: usize = 16;
-/// Minimum number of bytes whose checksums each further thread verifies, because starting a thread
-/// for less would cost more than it saves.
+/// The smallest number of bytes per thread for which checksums are verified by more than one
+/// thread.
 const THREAD_MIN_BYTES: u64 = 1 << 20;
 
-/// A piece of a [`CrcSpan`] (a byte range of a file with one stored CRC-32) that one thread
-/// verifies as one unit of work.
+/// A section of a file range with a stored CRC-32, whose checksum one thread computes as one unit
+/// of work.
 struct SpanPiece {
     /// Index of the file in [`StoredFiles`].
     file: usize,
@@ -78,9 +78,9 @@ pub(crate) fn verify_all_spans(
     Ok((bytes, spans.len() as u64, damaged.into_iter().map(damage).collect()))
 }
 
-/// Verifies the stored CRC-32 of each byte range (span) from which tensor elements were read
-/// without verification, by reading only the rest of the range. Reads only the bytes that were not
-/// read before, and marks the spans as verified.
+/// Verifies the stored CRC-32 of each file range (span) of which tensor elements were read, or of
+/// all ranges if `every_span` is set. Reads only the bytes that were not read before, and marks the
+/// spans as verified.
 ///
 /// # Errors
 /// Fails at the first span whose content does not match its CRC-32, with an error that names the

@@ -1,4 +1,5 @@
-//! [`ExternalFacts`]: what is known about another program's checkpoint in addition to its tensors.
+//! Defines [`ExternalFacts`], information about another program's checkpoint that is not in its
+//! tensors, such as the step.
 use crate::catalog::training_state::TrainingState;
 use serde::{Serialize, Serializer};
 use std::fmt;

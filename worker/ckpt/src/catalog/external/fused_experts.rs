@@ -12,12 +12,12 @@ use std::ops::Range;
 
 /// Names of an expert's three matrices (gate, up, down) in files of the supported model families.
 const EXPERT_MATRIX_NAMES: [[&str; 3]; 2] = [["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"]];
-/// The part of a weight's name that denotes the mixture-of-experts layer: in the files of Mixtral
-/// (first), and in the model in memory (second).
+/// The names of the module with the mixture-of-experts layer in names of weights: first in
+/// Mixtral's files, then in the model.
 const MOE_MODULE_NAMES: (&str, &str) = (".block_sparse_moe.", ".mlp.");
 
-/// A tensor that a file stores for a single expert, whereas the model has one tensor for all
-/// experts of a layer (fused), of which it is a part.
+/// A tensor of a single expert in a file, which is one part of the model's tensor for all experts
+/// of a layer.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct SeparateExpertTensor {
     /// Name under which files store this part of the fused tensor.
@@ -27,8 +27,8 @@ pub(crate) struct SeparateExpertTensor {
     pub(crate) elements: Range<u64>,
 }
 
-/// The weights of a model that combine all experts of a layer (fused), and the tensors of single
-/// experts in which files store the parts of these weights.
+/// Maps the weights of a model to the tensors of single experts in files, where a weight combines
+/// all experts of a layer.
 #[derive(Debug, Default)]
 pub(crate) struct FusedExperts {
     /// Name and shape of each weight of the model.
@@ -43,9 +43,9 @@ pub(crate) struct FusedExperts {
 type ExpertMatricesOfLayer<'a> = BTreeMap<(u64, usize), BorrowedWeightShape<'a>>;
 
 impl FusedExperts {
-    /// Finds out which weights of the model combine all experts of a layer, if the files store each
-    /// expert in separate tensors. Returns `None` if they have no separate experts, or if experts
-    /// are missing or differ in shape.
+    /// Determines the model's weights that combine all experts of a layer, from the names and
+    /// shapes of single-expert tensors in files. Returns `None` if they have no separate experts,
+    /// or if experts are missing or differ in shape.
     pub(crate) fn from_separate_experts(weights: &[BorrowedWeightShape<'_>]) -> Option<FusedExperts> {
         let mut fused = FusedExperts::default();
         let mut layers: BTreeMap<String, ExpertMatricesOfLayer<'_>> = BTreeMap::new();
@@ -90,8 +90,8 @@ impl FusedExperts {
         Some(fused)
     }
 
-    /// Adds a weight that combines all experts of a layer, and the tensors `parts` of single
-    /// experts in which files store it. Returns `None` if the number of elements overflows.
+    /// Adds a weight of the model, together with `parts`, the names and shapes of the tensors in
+    /// which the files store it. Returns `None` if the number of elements overflows.
     fn add_weight(
         &mut self,
         name: String,
@@ -115,8 +115,8 @@ impl FusedExperts {
         Some(())
     }
 
-    /// Returns the tensors of single experts in which files store the model's weight `name`, or
-    /// `None` if files store the weight as one tensor of this name.
+    /// Returns the stored tensors of which the model's weight `name` consists, or `None` if a file
+    /// stores it under its own name.
     pub(crate) fn parts_of_weight(&self, name: &str) -> Option<&[SeparateExpertTensor]> {
         self.members.get(name).map(Vec::as_slice)
     }

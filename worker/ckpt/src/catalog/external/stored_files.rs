@@ -19,8 +19,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Number of bytes of 16-bit floats that are read from a file and converted at a time.
 const WIDEN_CHUNK_BYTES: usize = 1 << 20;
 
-/// Identifies a byte range of a file with one stored CRC-32 (a span): the index of the file in the
-/// list of [`StoredFiles`], and the index of the span in that file.
+/// Identifies a file range with a stored CRC-32 (a span) by the index of the file and the index of
+/// the span in it.
 pub(super) type SpanIndex = (usize, usize);
 
 /// The files of another program's checkpoint that contain tensors.
@@ -55,8 +55,8 @@ pub(super) struct CrcSpan {
 }
 
 impl CrcSpan {
-    /// Returns true if the bytes need no further verification: because they matched their CRC-32,
-    /// or because the file stores none for them.
+    /// Returns true if the bytes were found to match their stored CRC-32, or if no CRC-32 is stored
+    /// for them.
     pub(super) fn is_verified(&self) -> bool {
         self.verified.load(Ordering::Acquire)
     }
@@ -68,7 +68,8 @@ impl CrcSpan {
     }
 }
 
-/// The optimizer step of a parameter as a file stores it: a number, or a tensor with one element.
+/// The optimizer step of a parameter as stored in a file, which is a number or a tensor with one
+/// element.
 pub(crate) enum StepValue {
     Number(f64),
     Tensor(TensorView),
@@ -84,14 +85,14 @@ pub(crate) struct PartReadRequest<'a> {
 }
 
 impl StoredFile {
-    /// Creates the description of the file `name` of `size` bytes in `directory`, to which the byte
-    /// ranges of tensors (spans) are added later.
+    /// Creates the description of the checkpoint file `name`, without the file ranges (spans) that
+    /// contain its tensors.
     pub(crate) fn new(directory: Arc<Directory>, name: String, size: u64) -> StoredFile {
         StoredFile { directory, name, size, spans: Vec::new() }
     }
 
-    /// Adds to the description of this file the byte range (span) of each zip member or tensor
-    /// storage in `members`. Returns the index of the first added span.
+    /// Adds a file range (span) for each of `members`, the zip members or tensor storages of this
+    /// file, to its description. Returns the index of the first added span.
     pub(crate) fn add_spans(&mut self, members: Vec<ZipMember>) -> usize {
         let first = self.spans.len();
         self.spans.extend(members.into_iter().map(|m| CrcSpan {
@@ -138,8 +139,8 @@ impl StoredFile {
         open.compute_crc(bytes).map_err(|e| self.convert_read_error(e))
     }
 
-    /// Reads bytes of the byte range `span` of this file, from offset `at` on, into `out`, and
-    /// records their CRC-32 if the range is not verified yet.
+    /// Reads bytes of the file range `span` from offset `at` on into `out`, and records their
+    /// CRC-32 unless the range is verified.
     fn read_and_record_crc(
         &self,
         open: &mut OffsetReader<'_>,
@@ -173,8 +174,8 @@ impl StoredFile {
 }
 
 impl StoredFiles {
-    /// Adds the file `name` of `size` bytes in `directory` to the list of files, with the byte
-    /// ranges of its tensors `members`. Returns the index of the file.
+    /// Adds a file to the list of the checkpoint's files, with the file ranges that contain its
+    /// tensors (`members`). Returns the index of the file.
     pub(crate) fn add_file(
         &mut self,
         directory: &Arc<Directory>,
@@ -260,9 +261,9 @@ impl StoredFiles {
         Ok(())
     }
 
-    /// Returns the content of the whole byte range (span) that contains a non-contiguous part of a
-    /// tensor, from the cache or else from the file. Returns `None` for contiguous parts, and if
-    /// the span is too large for the cache. The caller must have verified the span.
+    /// Returns all bytes of the file range (span) with a non-contiguous tensor part, from a cache
+    /// if it contains them. Returns `None` for contiguous parts, and if the span is too large for
+    /// the cache. The caller must have verified the span.
     fn load_strided_span(&self, part: &TensorPart, open: &mut OffsetReader<'_>) -> Result<Option<Arc<[u8]>>> {
         if part.strided.is_none() {
             return Ok(None);
@@ -273,9 +274,9 @@ impl StoredFiles {
         self.strided.get_or_read((part.file, part.span), bytes.end - bytes.start, read)
     }
 
-    /// Reads the elements `range` of a tensor into `out`, in the dtype in which the file stores
-    /// them, from the stored part `part` of the tensor. `part` must have all of these elements.
-    /// Verifies the span of the part first.
+    /// Reads the elements `range` of a tensor from its stored part `part` into `out`, without
+    /// converting their dtype. `part` must have all of these elements. Verifies the span of the
+    /// part first.
     pub(crate) fn read_raw(
         &self,
         part: &TensorPart,
@@ -301,9 +302,9 @@ impl StoredFiles {
         })
     }
 
-    /// Returns the index of the first element in `range` of a tensor that is not in a hole of a
-    /// sparse file, or the end of `range` if every element is in a hole. Elements in a hole are
-    /// zero and need not be read. Returns the start of `range` if the part is not contiguous.
+    /// Returns the index of the first element in `range` whose bytes are not in a hole of a sparse
+    /// file. Elements in a hole are zero and need not be read. Returns the start of `range` if the
+    /// part is not contiguous.
     pub(super) fn skip_file_holes(&self, part: &TensorPart, dtype: Dtype, range: Range<u64>) -> Result<u64> {
         if part.strided.is_some() {
             return Ok(range.start);
@@ -338,8 +339,8 @@ impl StoredFiles {
     }
 }
 
-/// Returns, for each of the byte ranges of files (spans) in `spans`, the labels of those tensors in
-/// `entries` that have elements in the range.
+/// Returns, for each file range (span) in `spans`, the labels of the tensors in `entries` that are
+/// stored there.
 pub(super) fn list_tensors_in_spans(
     spans: &[SpanIndex],
     entries: &[ExternalTensor],
@@ -400,8 +401,8 @@ fn copy_bytes(content: &[u8], at: u64, out: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
-/// Copies tensor elements that are not contiguous in `content`, the content of a file's byte range,
-/// into the buffer of the request `w`, as F32.
+/// Copies non-contiguous tensor elements from `content`, the bytes of a file range, to the
+/// request's buffer, converted to F32.
 fn copy_strided_elements_as_f32(content: &[u8], w: &mut PartReadRequest<'_>) -> Result<()> {
     let size = w.dtype.size();
     let (mut done, mut bytes) = (0, Vec::new());

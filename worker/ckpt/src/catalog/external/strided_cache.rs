@@ -1,5 +1,5 @@
-//! [`StridedCache`]: caches the content of byte ranges of files that contain tensors whose elements
-//! are not contiguous.
+//! [`StridedCache`]: keeps recently read byte ranges of checkpoint files in memory, for tensors
+//! with non-contiguous elements.
 //!
 //! Such a tensor is read element by element, which would need a system call for each element. The
 //! cache holds whole spans in memory instead.
@@ -10,13 +10,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// that are larger are not cached.
 const CACHE_BYTES_MAX: u64 = 256 << 20;
 
-/// A cache of the contents of byte ranges of files (spans) with tensors whose elements are not
-/// contiguous.
+/// A cache of byte ranges of checkpoint files, from which tensors with non-contiguous elements are
+/// assembled without one read per element.
 #[derive(Default)]
 pub(super) struct StridedCache(Mutex<Vec<CachedSpan>>);
 
-/// The content of a byte range of a file (span) in the cache, with the index of the file and the
-/// index of the range in it.
+/// The cached bytes of one range of a checkpoint file, with the indices that identify the file and
+/// the range.
 struct CachedSpan {
     /// Index of the file in `StoredFiles`, and index of the span in the file.
     place: (usize, usize),
@@ -24,10 +24,10 @@ struct CachedSpan {
 }
 
 impl StridedCache {
-    /// Returns the content of a byte range (span) of a file, either from the cache or by a call of
-    /// `read`, which reads the range from the file. If the span is not cached, calls `read` with a
-    /// buffer that `read` must fill, and removes the spans that were cached first if the cache is
-    /// full. Returns `None` without a call of `read` if the span is larger than the cache.
+    /// Returns the bytes of the file range `place` from the cache, or reads them with the callback
+    /// `read` and caches them. If the span is not cached, calls `read` with a buffer that `read`
+    /// must fill, and removes the spans that were cached first if the cache is full. Returns `None`
+    /// without a call of `read` if the span is larger than the cache.
     ///
     /// # Errors
     /// Fails if `read` fails.

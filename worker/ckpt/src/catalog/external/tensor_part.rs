@@ -16,8 +16,9 @@ pub(crate) struct ExternalTensor {
 }
 
 impl ExternalTensor {
-    /// Creates the description of a tensor of the checkpoint that consists of all elements of the
-    /// torch tensor `view`, in order. `file` is the index of the view's file in `StoredFiles`.
+    /// Describes a checkpoint tensor with the name `name` and the role `role` whose elements are
+    /// those of the torch tensor `view`, in row-major order. `file` is the index of the view's file
+    /// in `StoredFiles`.
     pub(crate) fn from_whole_view(
         name: &str,
         role: TensorRole,
@@ -27,8 +28,8 @@ impl ExternalTensor {
         ExternalTensor::from_view_elements(name, role, &view.shape, file, view, 0..view.element_count())
     }
 
-    /// Creates the description of a tensor of the shape `shape` whose elements are the range
-    /// `taken` of the elements of the torch tensor `view`. `file` is the index of the view's file
+    /// Describes a checkpoint tensor of the shape `shape` whose elements are those with the
+    /// row-major indices `taken` in the torch tensor `view`. `file` is the index of the view's file
     /// in `StoredFiles`.
     pub(crate) fn from_view_elements(
         name: &str,
@@ -42,8 +43,9 @@ impl ExternalTensor {
         ExternalTensor::from_parts(name, role, view.dtype, shape, part.into_iter().collect())
     }
 
-    /// Creates the description of a tensor from `entry`, its entry in the header of a safetensors
-    /// file. The elements of the tensor are the whole span `span` of this file.
+    /// Describes a checkpoint tensor that a safetensors file stores, using the name, dtype and
+    /// shape in `entry` of the file's header. The elements of the tensor are the whole span `span`
+    /// of this file.
     pub(crate) fn from_safetensors_entry(
         entry: SafetensorsEntry,
         role: TensorRole,
@@ -57,8 +59,8 @@ impl ExternalTensor {
         ExternalTensor { info: TensorInfo { name, role, dtype, shape }, parts }
     }
 
-    /// Creates the description of a tensor whose elements are stored in `parts`, which must be
-    /// sorted by their first element.
+    /// Describes a checkpoint tensor whose elements are stored in `parts`, which the caller must
+    /// sort by the index of the first element in each.
     pub(crate) fn from_parts(
         name: &str,
         role: TensorRole,
@@ -105,9 +107,9 @@ pub(super) struct StridedLayout {
 }
 
 impl TensorPart {
-    /// Describes where the elements `taken` of a tensor in a torch file (`view`) are stored, as a
-    /// part of a tensor of the checkpoint. The first of these elements has the index `start` in the
-    /// tensor. `file` is the index of the view's file in `StoredFiles`.
+    /// Describes where a torch file stores the elements with the row-major indices `taken` of the
+    /// tensor `view`. The first of these elements has the index `start` in the tensor. `file` is
+    /// the index of the view's file in `StoredFiles`.
     pub(crate) fn new(file: usize, view: &TensorView, taken: Range<u64>, start: u64) -> TensorPart {
         let contiguous = view.is_contiguous();
         let strided = || Arc::new(StridedLayout { shape: view.shape.clone(), strides: view.strides.clone() });
@@ -122,8 +124,8 @@ impl TensorPart {
         }
     }
 
-    /// Returns the description of the elements `taken` of this tensor part as a part of another
-    /// tensor, in which they begin at index `start`. The elements must be in this part.
+    /// Describes where the subrange `taken` of this part's elements is stored, as a part of another
+    /// tensor. The elements must be in this part.
     pub(crate) fn slice_for_tensor(&self, taken: Range<u64>, start: u64) -> TensorPart {
         let before = taken.start - self.start;
         let mut part = TensorPart { start, count: taken.end - taken.start, ..self.clone() };
@@ -139,8 +141,9 @@ impl TensorPart {
         self.start..self.start.saturating_add(self.count)
     }
 
-    /// Calls `run(first, count)` for each group of the tensor's elements in `range` that the file
-    /// stores consecutively. `first` is the index of the group's first element in the span.
+    /// Calls `run(first, count)` for each group of elements that the file stores contiguously,
+    /// among the tensor's elements with the indices `range`. `first` is the index of the group's
+    /// first element in the span.
     ///
     /// # Errors
     /// Fails with the first error that `run` returns, and makes no further calls.
@@ -166,8 +169,8 @@ impl TensorPart {
 }
 
 impl StridedLayout {
-    /// Returns where element `index` of the tensor part, in row-major order, is stored, as a number
-    /// of elements from the start of the part.
+    /// Returns the distance, in elements, from the start of the strided part to the element with
+    /// the row-major index `index`.
     fn locate_element(&self, mut index: u64) -> u64 {
         let mut position = 0;
         for (&size, &stride) in self.shape.iter().zip(&self.strides).rev() {

@@ -1,4 +1,5 @@
-//! Divides experts that a file stores as one tensor per layer (fused) into one tensor per expert.
+//! Splits a stored tensor that contains the weights of all experts of a layer into the tensors of
+//! the single experts.
 use super::checkpoint::ExternalCheckpoint;
 use super::facts::ExternalFacts;
 use super::fused_experts::{FusedExperts, SeparateExpertTensor};
@@ -8,8 +9,8 @@ use crate::tensor::element_ranges;
 use std::collections::HashMap;
 
 impl ExternalCheckpoint {
-    /// Divides tensors with all experts of a layer, and their optimizer states, into the tensors of
-    /// single experts that `weights` lists by name and shape. Renames other weights whose names
+    /// Replaces each tensor that contains all experts of a layer by one tensor per expert, with the
+    /// names and shapes in `weights`, also for optimizer states. Renames other weights whose names
     /// differ between a model with fused experts and `weights`. A tensor that exists in both forms
     /// stays fused, so that readers of `weights` reject it as an unexpected tensor. Does nothing if
     /// `weights` lists no separate experts, or lists experts that cannot be fused.
@@ -39,8 +40,8 @@ impl ExternalCheckpoint {
     }
 }
 
-/// Returns the description of the tensor of a single expert, which is the part `member` of the
-/// fused tensor `entry`.
+/// Describes the tensor of the single expert `member` as a range of the elements of `entry`, the
+/// tensor with all experts of a layer.
 fn extract_expert_tensor(entry: &ExternalTensor, member: &SeparateExpertTensor) -> ExternalTensor {
     let mut info = entry.info.clone();
     (info.name, info.shape) = (member.name.clone(), member.shape.clone());
@@ -56,8 +57,7 @@ fn extract_expert_tensor(entry: &ExternalTensor, member: &SeparateExpertTensor) 
 
 impl ExternalFacts {
     /// Replaces the name of each weight that contains all experts of a layer by the names of the
-    /// single experts' weights, wherever the training state lists weights: in the optimizer's
-    /// parameter groups, in the update count of each weight, and in the list of frozen weights.
+    /// single experts' weights, throughout the training state.
     fn rename_fused_weights(&mut self, fused: &FusedExperts) {
         let stored_names = |name: &String| fused.stored_names(name).collect::<Vec<_>>();
         let each = |names: &mut Vec<String>| *names = names.iter().flat_map(stored_names).collect();

@@ -13,7 +13,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::sync_channel;
 
-/// Number of blocks in a window, the group of blocks that is read at once.
+/// Number of 1 MiB blocks that are read with one request to the disk.
 const WINDOW_BLOCKS: u64 = (WINDOW_BYTES / BLOCK_BYTES) as u64;
 
 /// An open file that is read in whole blocks of 1 MiB.
@@ -45,8 +45,8 @@ impl BlockReader {
         Ok(BlockReader { file, directory, name, direct, size, base: 0 })
     }
 
-    /// Creates a reader of the byte range `range` of a file in memory, which then appears as the
-    /// file `name` in `directory`.
+    /// Creates a reader of the byte range `range` of a memory file, with `directory` and `name` as
+    /// the path in error messages.
     pub(crate) fn from_memory_file(
         file: File,
         range: Range<u64>,
@@ -63,8 +63,8 @@ impl BlockReader {
         self.size
     }
 
-    /// Lists those ranges of the file's 1 MiB blocks in `blocks` (a range of block numbers) that
-    /// contain data. The other blocks are in holes of a sparse file and consist of zeros.
+    /// Lists the ranges of 1 MiB blocks within `blocks` that contain data and not only holes of a
+    /// sparse file. The other blocks are in holes of a sparse file and consist of zeros.
     pub(crate) fn list_data_blocks(&self, blocks: Range<u64>) -> Vec<Range<u64>> {
         let block = BLOCK_BYTES as u64;
         let (mut at, end) = (blocks.start * block, self.size.min(blocks.end.saturating_mul(block)));
@@ -132,7 +132,8 @@ pub(crate) struct BlockRequest {
 }
 
 impl BlockRequest {
-    /// Splits the request into requests that each fit into one read buffer (window).
+    /// Splits the request into requests of at most [`WINDOW_BLOCKS`] blocks each, which fit into
+    /// one read buffer.
     fn split_into_windows(&self) -> impl Iterator<Item = BlockRequest> + '_ {
         self.blocks
             .clone()
@@ -140,21 +141,21 @@ impl BlockRequest {
             .map(|b| BlockRequest { blocks: b..(b + WINDOW_BLOCKS).min(self.blocks.end), ..*self })
     }
 
-    /// Returns the byte range in its file that the requested blocks occupy. If the last block would
-    /// reach beyond the expected size of the file, the range ends at that size.
+    /// Returns the range of file offsets, in bytes, that the requested blocks occupy. If the last
+    /// block would reach beyond the expected size of the file, the range ends at that size.
     fn byte_range(&self) -> Range<u64> {
         let block = BLOCK_BYTES as u64;
         self.blocks.start * block..(self.blocks.end * block).min(self.size)
     }
 }
 
-/// A request for at most one window (a group of blocks), with the bytes that were read or the read
-/// error.
+/// What a reader passes to its callback for each group of blocks: the request for the group, and
+/// its bytes or the read error.
 pub(crate) type WindowResult<'a> = (BlockRequest, std::result::Result<&'a [u8], &'a CkptError>);
 
-/// Reads the blocks of all requests in order, and calls `sink` for each window (group of blocks)
-/// that was read. `open(i)` must open the file with index `i`, and is called only if the previous
-/// request was for another file. A thread reads the next window while `sink` runs.
+/// Reads the blocks of all requests in `jobs`, and passes them to `sink` in order, in groups of at
+/// most one read buffer. `open(i)` must open the file with index `i`, and is called only if the
+/// previous request was for another file. A thread reads the next window while `sink` runs.
 ///
 /// # Errors
 /// Fails at the first error that `sink` returns, or if memory for a window cannot be allocated.
@@ -201,17 +202,15 @@ pub(crate) fn stream_windows(
     })
 }
 
-/// Reads requested blocks of the files of a checkpoint, and keeps the file of the last request open
-/// for the next one.
+/// A reader of checkpoint blocks that keeps the most recently read file open for the next request.
 struct BlockRequestReader<F> {
     open: F,
     current: Option<(usize, BlockReader)>,
 }
 
 impl<F: Fn(usize) -> Result<BlockReader>> BlockRequestReader<F> {
-    /// Reads the consecutive blocks of a file that the request `job` names into the beginning of
-    /// the buffer `window`, which has the size of one window (the group of blocks that is read at
-    /// once). Opens the file first if the previous request was for another file.
+    /// Reads the consecutive blocks that the request `job` selects from one file into the beginning
+    /// of the buffer `window`. Opens the file first if the previous request was for another file.
     fn read_requested_blocks(&mut self, job: &BlockRequest, window: &mut [u8]) -> Result<()> {
         if self.current.as_ref().is_none_or(|(i, _)| *i != job.file) {
             self.current = Some((job.file, (self.open)(job.file)?));

@@ -41,8 +41,8 @@ pub(crate) fn open_regular_file(path: &Path) -> Result<File> {
     open().map_err(CkptError::io("open", path))
 }
 
-/// Removes the file or symbolic link at `path`. Does nothing if `path` is a directory or does not
-/// exist.
+/// Removes the file or symbolic link at `path`, but not a directory. Does nothing if `path` is a
+/// directory or does not exist.
 pub(crate) fn remove_unless_directory(path: &Path) -> Result<()> {
     match path.symlink_metadata() {
         Ok(m) if !m.is_dir() => unlink(path),
@@ -144,8 +144,9 @@ pub(crate) fn remove_tree(path: &Path) -> Result<()> {
 /// (seconds, nanoseconds).
 pub(crate) type FileState = (PathBuf, u64, i64, i64);
 
-/// Lists the sizes and modification times of the files in the directory tree `path`, sorted by
-/// path. Descends at most `depth` levels of subdirectories. Skips files that are removed meanwhile.
+/// Lists the path, size and modification time of each file in the directory tree `path`, sorted by
+/// path, so that changes can be detected. Descends at most `depth` levels of subdirectories. Skips
+/// files that are removed meanwhile.
 ///
 /// # Errors
 /// Fails if a directory cannot be listed, or there are more than [`FILES_MAX`] files and
@@ -396,8 +397,8 @@ impl Directory {
         Ok(names)
     }
 
-    /// Lists the names of those subdirectories from whose names the function `parse_number` gets a
-    /// number (such as a step), in ascending order of the numbers.
+    /// Lists the names of the numbered subdirectories, such as those of steps, in ascending order
+    /// of the numbers that `parse_number` returns.
     pub(crate) fn list_numbered_directories(
         &self,
         parse_number: impl Fn(&str) -> Option<u64>,

@@ -1,5 +1,5 @@
-//! [`FileWriter`]: writes a new file in large aligned pieces (windows), on a separate thread. A
-//! thread writes a window while the caller fills and hashes the next window.
+//! [`FileWriter`]: writes a new file in large aligned buffers, on a separate thread. A thread
+//! writes a window while the caller fills and hashes the next window.
 use super::buffer_pool::{AlignedBuffer, DiskBufferPool};
 use super::io_units::{BLOCK_BYTES, DIRECT_IO_ALIGNMENT, disable_direct_io};
 use crate::error::{CkptError, Result};
@@ -22,7 +22,8 @@ pub(crate) enum IoMode {
     Buffered,
 }
 
-/// Which hashes a [`FileWriter`] computes of the content that it writes.
+/// The selection of hashes that a [`FileWriter`] computes while it writes: none, one per 1 MiB
+/// block, or one of the whole file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HashMode {
     /// Computes no hashes.
@@ -44,8 +45,8 @@ pub(crate) struct WrittenFile {
     pub(crate) digest: Option<Hash>,
 }
 
-/// The hashes of everything that was written to a file so far, either one per block or one of the
-/// whole file.
+/// The hashes of the bytes that a [`FileWriter`] has written so far, as selected by its
+/// [`HashMode`].
 enum RunningHashes {
     Off,
     Blocks(Vec<Hash>),
@@ -53,8 +54,7 @@ enum RunningHashes {
 }
 
 impl RunningHashes {
-    /// Creates the hashes of an empty file, of the kind (per block or of the whole file) that
-    /// `hashing` requests.
+    /// Creates the initial state of the hashes that `hashing` selects, for a file without content.
     fn new(hashing: HashMode) -> RunningHashes {
         match hashing {
             HashMode::Off => RunningHashes::Off,
@@ -73,8 +73,7 @@ impl RunningHashes {
         }
     }
 
-    /// Returns the description of a completed file, which consists of its size `bytes` and these
-    /// hashes of its content.
+    /// Returns the size `bytes` of a completed file together with the hashes of its content.
     fn describe_file(self, bytes: u64) -> WrittenFile {
         match self {
             RunningHashes::Off => WrittenFile { bytes, blocks: Vec::new(), digest: None },
@@ -86,14 +85,15 @@ impl RunningHashes {
     }
 }
 
-/// Number of buffers in memory per file that is written: one is filled, one waits, one is written.
+/// Number of buffers with which one file is written, so that one can be filled while a second waits
+/// and a third is written.
 const WINDOWS_PER_FILE: usize = 3;
-/// Size in bytes of the buffers through which a file is written, if many files are written at the
-/// same time. Windows of this size are only a little slower than windows of [`super::WINDOW_BYTES`]
+/// Size in bytes of each write buffer of a file, for callers that write many files at the same
+/// time. Windows of this size are only a little slower than windows of [`super::WINDOW_BYTES`]
 /// bytes, and need a quarter of the memory.
 pub(crate) const SMALL_WINDOW_BYTES: usize = 2 << 20;
 
-/// A file to which the contents of filled buffers (windows) are appended.
+/// An open file to which a [`FileWriter`] appends the contents of full write buffers.
 struct OutputFile {
     file: File,
     /// True while the file is written with O_DIRECT.
@@ -170,8 +170,8 @@ impl OutputFile {
     }
 }
 
-/// Where a [`FileWriter`] writes full buffers to the file: on the calling thread, or on a separate
-/// one.
+/// The thread on which a [`FileWriter`] writes full buffers to the file: the calling thread or a
+/// separate one.
 enum WindowWriter {
     /// The calling thread writes. Used for files of up to one window.
     Inline(OutputFile),
@@ -188,7 +188,7 @@ enum WindowWriter {
     Closed,
 }
 
-/// Writes a new file in large aligned pieces (windows), and computes hashes of the content if
+/// Writes a new file through large aligned buffers, and computes hashes of the content if
 /// requested. No byte is durable before [`FileWriter::finish`].
 pub(crate) struct FileWriter {
     path: PathBuf,
@@ -237,8 +237,8 @@ impl FileWriter {
         })
     }
 
-    /// Appends bytes to the file, through a buffer (window) that is written when it is full. An
-    /// error may therefore concern bytes of an earlier call.
+    /// Copies bytes to the write buffer of the file, and writes the buffer to the file whenever it
+    /// is full. An error may therefore concern bytes of an earlier call.
     pub(crate) fn write(&mut self, mut bytes: &[u8]) -> Result<()> {
         self.len += bytes.len() as u64;
         while !bytes.is_empty() {
@@ -257,8 +257,7 @@ impl FileWriter {
         Ok(())
     }
 
-    /// Adds the last `n` bytes that were copied to the current buffer to the hashes, if hashes were
-    /// requested.
+    /// Adds the `n` bytes that were appended last to the write buffer to the hashes of the file.
     fn hash_block(&mut self, n: usize) {
         self.hashes.add_block(&self.window[self.filled - n..self.filled]);
     }

@@ -1,5 +1,5 @@
-//! Sizes of the pieces in which files are read and written, and a function that turns direct I/O
-//! off for a file.
+//! Sizes of the blocks in which checkpoint files are hashed, read and written, and a function that
+//! turns direct I/O off for a file.
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use std::fs::File;
 use std::io;

@@ -46,7 +46,8 @@ pub(crate) struct OffsetReader<'a> {
     scratch: &'a ReadBuffers,
 }
 
-/// The second file descriptor of an [`OffsetReader`], which is used for direct I/O (O_DIRECT).
+/// The file descriptor through which an [`OffsetReader`] reads its file with direct I/O (O_DIRECT),
+/// opened at the first such read.
 enum DirectFile {
     /// The file has not been opened with O_DIRECT yet.
     Unopened,
@@ -104,8 +105,8 @@ impl<'a> OffsetReader<'a> {
         compute_file_crc(&file, bytes, |data, hasher| self.for_each_piece(data, |piece| hasher.update(piece)))
     }
 
-    /// Returns the first part of the byte range `bytes` of this open file that is not in a hole,
-    /// for sparse files.
+    /// Returns the first byte range within `bytes` that contains data, if this file is a sparse
+    /// file with holes.
     pub(crate) fn find_data(&self, bytes: Range<u64>) -> Range<u64> {
         find_data(&self.cached, bytes)
     }
@@ -121,8 +122,8 @@ impl<'a> OffsetReader<'a> {
         holes
     }
 
-    /// Converts an I/O error of a read to a [`CkptError`] that names this file. A file that ends
-    /// early becomes [`DamageReason::Changed`].
+    /// Converts an I/O error of reading from this file to a [`CkptError`] with the name of the
+    /// file. A file that ends early becomes [`DamageReason::Changed`].
     pub(super) fn convert_read_error(&self, e: io::Error) -> CkptError {
         match e.kind() {
             io::ErrorKind::UnexpectedEof => {
@@ -167,8 +168,8 @@ impl<'a> OffsetReader<'a> {
         Ok(())
     }
 
-    /// Reads the byte range `bytes` of this open file through the page cache, and passes its pieces
-    /// to the callback `sink` in order.
+    /// Reads the byte range `bytes` of this open file through the page cache, and passes
+    /// consecutive pieces of it to the callback `sink`.
     fn read_cached(&mut self, bytes: Range<u64>, sink: &mut impl FnMut(&[u8])) -> io::Result<()> {
         let mut buffer = self.scratch.buffers.take()?;
         let mut at = bytes.start;
@@ -182,9 +183,9 @@ impl<'a> OffsetReader<'a> {
         Ok(())
     }
 
-    /// Tries to read the byte range `bytes` of this open file with direct I/O, and passes its bytes
-    /// to the callback `sink` in one call. Returns true if that was possible. The caller must limit
-    /// the range with [`direct_read_end`].
+    /// Reads the byte range `bytes` of this file with direct I/O where that is possible and useful,
+    /// and passes the bytes to `sink` in one call. Returns true if that was possible. The caller
+    /// must limit the range with [`direct_read_end`].
     ///
     /// Returns false without a call of `sink` if the range is small, at least half of it is cached,
     /// or the file system does not support O_DIRECT. The caller must then read through the page
@@ -227,8 +228,8 @@ impl<'a> OffsetReader<'a> {
     }
 }
 
-/// Returns the offset at which a direct read from offset `at` ends: aligned for O_DIRECT, and at
-/// most [`DIRECT_READ_BYTES`] bytes after `at`.
+/// Returns the end offset of a direct read that begins at offset `at`, which is a multiple of the
+/// O_DIRECT alignment.
 fn direct_read_end(at: u64) -> u64 {
     at.saturating_add(DIRECT_READ_BYTES as u64) / DIRECT_IO_ALIGNMENT as u64 * DIRECT_IO_ALIGNMENT as u64
 }
@@ -257,8 +258,8 @@ struct Cachestat {
 /// version 6.5.
 const SYS_CACHESTAT: libc::c_long = 451;
 
-/// Returns true if the page cache has at least half of the byte range `bytes` of the file, or if
-/// the kernel does not support the query.
+/// Returns true if at least half of the byte range `bytes` of the file is in the page cache, or if
+/// the kernel cannot report this.
 fn is_mostly_cached(file: &File, bytes: &Range<u64>) -> bool {
     let range = CachestatRange { offset: bytes.start, length: bytes.end - bytes.start };
     let mut found = Cachestat::default();

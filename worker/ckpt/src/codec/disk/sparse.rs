@@ -3,8 +3,8 @@ use nix::unistd::{Whence, lseek};
 use std::fs::File;
 use std::ops::Range;
 
-/// Returns the first part of the byte range `bytes` of a file that is not in a hole of a sparse
-/// file. Returns the range up to the next hole, or the empty range at the end of `bytes` if the
+/// Returns the first contiguous range of data within the byte range `bytes` of a file that may have
+/// holes. Returns the range up to the next hole, or the empty range at the end of `bytes` if the
 /// rest is a hole. On file systems that do not report holes, the whole range counts as data.
 ///
 /// Moves the position of the open file, on which the reads of this crate do not depend.

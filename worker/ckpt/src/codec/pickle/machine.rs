@@ -9,8 +9,8 @@ use crate::format_constants::PICKLE_BYTES_MAX;
 /// The result of executing pickle opcodes.
 type Result<T> = std::result::Result<T, PickleError>;
 
-/// Parses a pickle that takes all of `input`. `globals` lists the classes and functions that the
-/// pickle may name, as `module.name`.
+/// Parses the bytes `input`, which must be exactly one pickle, and returns the tree of its values.
+/// `globals` lists the classes and functions that the pickle may name, as `module.name`.
 ///
 /// # Errors
 /// Fails if the pickle is invalid, exceeds a limit, names another class or function, or ends before
@@ -162,8 +162,8 @@ impl<'a> PickleMachine<'a> {
         Ok(())
     }
 
-    /// Adds `n` to the number of values that the untrusted pickle has created so far, which is
-    /// limited. Fails if the number exceeds [`VALUES_MAX`].
+    /// Adds `n` to the number of values that the untrusted pickle has created so far. Fails if the
+    /// number exceeds [`VALUES_MAX`].
     fn add_to_value_count(&mut self, n: usize) -> Result<()> {
         self.pushed = self.pushed.saturating_add(n);
         match self.pushed > VALUES_MAX {
@@ -172,8 +172,8 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Adds a node (a value that does not fit into a machine word) to the tree of values, and
-    /// pushes a reference to it.
+    /// Adds the list, dict or other composite value `node` to the tree of values, and pushes a
+    /// reference to it to the stack.
     fn push_node(&mut self, node: PickleNode) -> Result<()> {
         let id = NodeIndex::try_from(self.nodes.len()).map_err(|_| PickleError::SizeOverflow)?;
         self.push(PickleValue::Node(id))?;
@@ -181,8 +181,8 @@ impl<'a> PickleMachine<'a> {
         Ok(())
     }
 
-    /// Returns the height that the stack had when the most recent mark was set on it. Values below
-    /// that height must not be popped.
+    /// Returns the height of the stack, in values, at which the pickle pushed its most recent mark.
+    /// Values below that height must not be popped.
     fn last_mark_height(&self) -> usize {
         self.marks.last().copied().unwrap_or(0)
     }
@@ -201,8 +201,8 @@ impl<'a> PickleMachine<'a> {
         Ok(value)
     }
 
-    /// Returns the node of the tree to which a value refers, or `None` if the value is not a
-    /// reference to a node.
+    /// Returns the string, list, dict or other composite value to which the stack value `value`
+    /// refers, or `None` for a simple value.
     fn node(&self, value: PickleValue) -> Option<&PickleNode> {
         match value {
             PickleValue::Node(id) => self.nodes.get(id as usize),
@@ -219,8 +219,8 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Records a mark at the current height of the stack, from which a later opcode takes its
-    /// arguments. Fails if there are [`VALUES_MAX`] marks.
+    /// Records the current number of values on the stack as a mark, as the MARK opcode of pickles
+    /// requires. Fails if there are [`VALUES_MAX`] marks.
     fn push_mark(&mut self) -> Result<()> {
         if self.marks.len() >= VALUES_MAX {
             return Err(PickleError::Limit { what: "marks", limit: VALUES_MAX });
@@ -244,8 +244,8 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Takes the length of a frame (a block of opcodes) from the input, and fails if the frame is
-    /// longer than the rest of the input.
+    /// Reads the length of the next pickle frame, and fails if the frame is longer than the rest of
+    /// the input.
     fn check_frame(&mut self) -> Result<()> {
         let (len, left) = (self.take_size(8)?, self.input.len() - self.at);
         match len <= left {
@@ -302,8 +302,8 @@ impl<'a> PickleMachine<'a> {
         self.push_node(PickleNode::Bytes)
     }
 
-    /// Pops the values above the last mark and pushes the list, tuple, set or dict that `make`
-    /// builds from them.
+    /// Pops all values above the most recent mark, and pushes the list, tuple, set or dict that
+    /// `make` builds from these values.
     fn push_marked_collection(&mut self, make: impl Fn(Vec<PickleValue>) -> PickleNode) -> Result<()> {
         let values = self.pop_mark()?;
         self.push_node(make(values))
@@ -456,8 +456,8 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Pops a class or function and its arguments, and pushes an object that records the call. A
-    /// call of `OrderedDict` becomes a dict.
+    /// Pops a class or function and its arguments, and pushes a record of the call instead of
+    /// executing it. A call of `OrderedDict` becomes a dict.
     fn push_call_result(&mut self) -> Result<()> {
         let (class, args) = self.pop_call()?;
         match class {
@@ -473,14 +473,16 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Reads the keys and values from the arguments of `OrderedDict()` or `OrderedDict([[key,
-    /// value], …])`. Counts the copied values, since a pickle could copy a shared list many times.
+    /// Reads the keys and values of an `OrderedDict` from the arguments `args` with which the
+    /// pickle constructs this dict. Counts the copied values, since a pickle could copy a shared
+    /// list many times.
     fn read_ordered_dict_pairs(&mut self, args: PickleValue) -> Result<Vec<(PickleValue, PickleValue)>> {
         let values = |v: PickleValue| match self.node(v)? {
             PickleNode::List(v) | PickleNode::Tuple(v) => Some(v.as_slice()),
             _ => None,
         };
-        /// The error for arguments of `OrderedDict` that are not pairs.
+        /// The error for a pickle that constructs an `OrderedDict` from items that are not pairs of
+        /// a key and a value.
         const NOT_PAIRS_ERROR: PickleError =
             PickleError::WrongType("makes an OrderedDict from values that are not pairs");
         let list = match values(args).ok_or(NOT_PAIRS_ERROR)? {
@@ -500,8 +502,9 @@ impl<'a> PickleMachine<'a> {
         Ok(pairs)
     }
 
-    /// Pops the arguments and the class of a `__new__` call, and pushes an object that records the
-    /// call. With `with_keywords`, first pops keyword arguments. Fails if these are not empty.
+    /// Pops a class and the arguments of its `__new__`, and pushes a record of the call instead of
+    /// executing it. With `with_keywords`, first pops keyword arguments. Fails if these are not
+    /// empty.
     fn push_new_object(&mut self, with_keywords: bool) -> Result<()> {
         if with_keywords {
             let keywords = self.pop()?;
@@ -520,8 +523,8 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Pops a value and records it as the state of the object below the value. If a dict is below
-    /// the value, the value is dropped.
+    /// Pops the value that the BUILD opcode sets as an object's state, and stores it in the object
+    /// on top of the remaining stack. If a dict is below the value, the value is dropped.
     fn set_object_state(&mut self) -> Result<()> {
         let given = self.pop()?;
         match self.peek_node()? {

@@ -61,8 +61,7 @@ pub enum PythonObject {
     },
 }
 
-/// A contiguous tensor that a torch file contains, whose elements begin at the start of its storage
-/// (a flat array).
+/// A contiguous tensor in a torch file that begins at the first element of its tensor storage.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StoredTensor {
     /// Index of the storage in its file.
@@ -106,8 +105,8 @@ impl PythonObject {
         PythonObject::OrderedDict(pairs.into_iter().map(|(k, v)| (PythonObject::Str(k.into()), v)).collect())
     }
 
-    /// Creates the representation of a Python object of the class `class`, given as `module.name`,
-    /// with the attributes `attributes`.
+    /// Creates a [`PythonObject`] that stands for an instance of the Python class `class`, given as
+    /// `module.name`, with the attributes `attributes`.
     pub(crate) fn new_instance<K: Into<String>>(
         class: &str,
         attributes: impl IntoIterator<Item = (K, PythonObject)>,
@@ -158,8 +157,9 @@ impl PythonObject {
         }
     }
 
-    /// Converts the value to JSON for display and for manifests. Tensors become null, and recorded
-    /// calls become the name of the function or class.
+    /// Converts the Python value to JSON, for messages and for the manifest of a converted
+    /// checkpoint. Tensors become null, and recorded calls become the name of the function or
+    /// class.
     pub(crate) fn to_json(&self) -> Json {
         let array = |v: &[PythonObject]| v.iter().map(PythonObject::to_json).collect();
         match self {
@@ -186,11 +186,10 @@ impl PythonObject {
 }
 
 impl PickleView<'_> {
-    /// Copies the value of a parsed pickle into a [`PythonObject`], and subtracts the number of
-    /// copied values from `left`, the number of values that may still be copied. `tensor` converts
-    /// the objects that represent tensors. Returns `None` if a part was dropped on reading (bytes,
-    /// integers beyond 64 bits), if a part cannot be converted, or if more than `left` values would
-    /// be copied.
+    /// Copies this value of a parsed pickle to a [`PythonObject`], unless it consists of more than
+    /// `left` values. `tensor` converts the objects that represent tensors. Returns `None` if a
+    /// part was dropped on reading (bytes, integers beyond 64 bits), if a part cannot be converted,
+    /// or if more than `left` values would be copied.
     pub(crate) fn to_object(
         self,
         left: &mut usize,
@@ -224,8 +223,8 @@ impl PickleView<'_> {
         })
     }
 
-    /// Copies a call that a parsed pickle records into a [`PythonObject`], and subtracts the number
-    /// of copied values from `left`, the number of values that may still be copied.
+    /// Converts a call in a parsed pickle to a [`PythonObject`], unless the call and its arguments
+    /// consist of more than `left` values.
     fn call_to_object(
         self,
         call: &PickleCall,

@@ -1,10 +1,11 @@
-//! [`parse_plain_pickle`]: reads pickles that are no checkpoints and contain no objects, such as
-//! the dumps of torch's flight recorder.
+//! [`parse_plain_pickle`]: converts pickles without class instances to JSON, such as the dumps of
+//! torch's flight recorder.
 use super::{PickleView, parse_pickle};
 use crate::error::PickleError;
 use serde_json::Value as Json;
 
-/// The largest number of values that are converted. The rest becomes null or is left out.
+/// Maximum number of values of a pickle that are converted to JSON. The rest becomes null or is
+/// left out.
 const CONVERTED_VALUES_MAX: usize = 1 << 20;
 
 /// Parses a pickle of plain values (numbers, texts, lists, dicts), and converts it to JSON. Of
@@ -19,8 +20,8 @@ pub fn parse_plain_pickle(bytes: &[u8], list_items_max: usize) -> Result<Json, P
     Ok(convert(tree.root_value(), list_items_max, &mut left))
 }
 
-/// Converts a value to JSON, and subtracts the number of converted values from `left`, the number
-/// of values that may still be converted. The nesting is limited by the pickle machine.
+/// Converts a pickled value to JSON, up to `left` values, and subtracts the number of converted
+/// values from `left`. The nesting is limited by the pickle machine.
 fn convert(value: PickleView<'_>, list_items_max: usize, left: &mut usize) -> Json {
     if *left == 0 {
         return Json::Null;

@@ -9,20 +9,20 @@ use serde_json::{Map, Number, Value as Json};
 pub(crate) const VALUES_MAX: usize = 8 << 20;
 /// Limit on the number of values that a pickle may store in its memo for later use.
 pub(crate) const MEMO_ENTRIES_MAX: usize = 4 << 20;
-/// Limit on the total size of a pickle's values if a shared value is counted each time that it is
-/// used. The unit is a value, or 8 bytes of text. The limit bounds the work of every reader that
-/// follows the values from the root.
+/// Limit on the total number of values in a pickle, counting a value once for each place that
+/// refers to it. The unit is a value, or 8 bytes of text. The limit bounds the work of every reader
+/// that follows the values from the root.
 const EXPANDED_VALUES_MAX: usize = 16 << 20;
 /// Number of bytes of text that count as one value in the limit [`EXPANDED_VALUES_MAX`].
 const TEXT_BYTES_PER_VALUE: u32 = 8;
-/// Limit on the number of values of a pickle that are converted to JSON at a time.
+/// Maximum number of values of a pickle that one conversion to JSON may produce.
 const JSON_VALUES_MAX: usize = 100_000;
 
-/// The index of a [`PickleNode`] in the list of nodes of its [`PickleTree`].
+/// The position of a list, dict or other composite value in the node list of a [`PickleTree`].
 pub(crate) type NodeIndex = u32;
 
-/// A value of a pickle: the value itself if it fits into a machine word, otherwise a reference to a
-/// [`PickleNode`].
+/// A value in a parsed pickle: a bool, number or None, or the index of the [`PickleNode`] that
+/// contains a larger value.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum PickleValue {
     None,
@@ -92,8 +92,8 @@ impl PickleTree {
         PickleView { tree: self, value: self.root }
     }
 
-    /// Iterates over the ids by which the pickle refers to data outside of it, such as tensor
-    /// storages.
+    /// Iterates over the persistent ids of the pickle, by which it refers to external data such as
+    /// tensor storages.
     pub(crate) fn persistent_ids(&self) -> impl Iterator<Item = PickleView<'_>> {
         self.nodes.iter().filter_map(|node| match node {
             PickleNode::Persistent(value) => Some(PickleView { tree: self, value: *value }),
@@ -101,8 +101,8 @@ impl PickleTree {
         })
     }
 
-    /// Fails if a value of the pickle contains itself, if values are nested deeper than
-    /// [`PICKLE_DEPTH_MAX`] levels, or if the values exceed [`EXPANDED_VALUES_MAX`] in total.
+    /// Fails if a value of the pickle contains itself, is nested deeper than [`PICKLE_DEPTH_MAX`]
+    /// levels, or contains more than [`EXPANDED_VALUES_MAX`] values.
     pub(super) fn check_structure(&self) -> Result<(), PickleError> {
         let PickleValue::Node(root) = self.root else { return Ok(()) };
         let mut extents = vec![NodeExtent::Unvisited; self.nodes.len()];
@@ -135,8 +135,8 @@ impl PickleTree {
         Ok(())
     }
 
-    /// Computes the nesting height and the size (in values) of the node `node` from those of its
-    /// children, which must be known. Fails if the size exceeds [`EXPANDED_VALUES_MAX`].
+    /// Computes the nesting depth and the number of values of a list, dict or other composite value
+    /// from those of the values in it. Fails if the size exceeds [`EXPANDED_VALUES_MAX`].
     fn compute_extent(&self, node: &PickleNode, extents: &[NodeExtent]) -> Result<NodeExtent, PickleError> {
         let text = match node {
             PickleNode::Str(range) => range.length / TEXT_BYTES_PER_VALUE,
@@ -160,8 +160,8 @@ impl PickleTree {
     }
 }
 
-/// The nesting height and the size (in values) of a node, as far as [`PickleTree::check_structure`]
-/// has computed them.
+/// The nesting depth and the number of values of a composite value, or how far
+/// [`PickleTree::check_structure`] has come with it.
 #[derive(Clone, Copy)]
 enum NodeExtent {
     Unvisited,
@@ -199,7 +199,7 @@ pub(crate) struct PickleView<'t> {
 }
 
 impl<'t> PickleView<'t> {
-    /// Returns a view of another value of the same parsed pickle.
+    /// Returns a view of `value`, which must be a value of the pickle to which this view belongs.
     pub(super) fn with_value(self, value: PickleValue) -> PickleView<'t> {
         PickleView { value, ..self }
     }
@@ -306,8 +306,8 @@ impl<'t> PickleView<'t> {
         }
     }
 
-    /// Returns the class or function, the arguments, and the state of a pickled object that a call
-    /// creates, or `None` for other types.
+    /// Returns the class or function, the arguments and the state of an object in the pickle, or
+    /// `None` for a value of another kind.
     pub(crate) fn as_object(self) -> Option<(&'static str, PickleView<'t>, PickleView<'t>)> {
         match self.node()? {
             PickleNode::Object(call) => {
@@ -344,9 +344,8 @@ impl<'t> PickleView<'t> {
         }
     }
 
-    /// Converts the value to JSON, and subtracts the number of converted values from `left`, the
-    /// number of values that may still be converted. Values beyond `left` become null or are left
-    /// out.
+    /// Converts the value to JSON, up to `left` values, and subtracts the number of converted
+    /// values from `left`. Values beyond `left` become null or are left out.
     pub(crate) fn to_json_limited(self, left: &mut usize) -> Json {
         if *left == 0 {
             return Json::Null;

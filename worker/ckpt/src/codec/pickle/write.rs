@@ -1,4 +1,4 @@
-//! Writes pickles like those of `torch.save`: protocol 2, with the same opcodes.
+//! Writes pickles of protocol 2 with the opcodes that `torch.save` also uses.
 use super::object::{PythonObject, StoredTensor};
 use crate::error::EncodeError;
 use crate::tensor::Dtype;
@@ -39,8 +39,8 @@ pub(crate) fn torch_storage_class(dtype: Dtype) -> Option<&'static str> {
     })
 }
 
-/// Writes any Python value to a pickle, except a tensor with literal elements, which must have been
-/// moved to a storage before.
+/// Writes a Python value to a pickle, and fails for a tensor whose elements are not in a tensor
+/// storage of the torch file.
 fn write_object(out: &mut Vec<u8>, value: &PythonObject) -> Result<()> {
     match value {
         PythonObject::None => out.push(b'N'),

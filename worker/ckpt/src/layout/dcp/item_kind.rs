@@ -4,8 +4,8 @@
 //! The item's key determines whether the item is a weight, an optimizer state or a hyper-parameter.
 use super::metadata::ItemMetadata;
 
-/// What an entry of a torch distributed checkpoint (DCP) stores, such as the optimizer state of a
-/// weight, and the names (of the weight, for example) that the entry's key contains.
+/// What an entry of a torch distributed checkpoint (DCP) stores, such as a weight or the optimizer
+/// state of a named weight.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum DcpItemKind {
     /// A weight or buffer, with its name.

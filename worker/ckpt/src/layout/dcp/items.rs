@@ -17,12 +17,12 @@ use std::ops::Range;
 
 /// Name of the file that lists the contents of a torch distributed checkpoint (DCP).
 pub(crate) const METADATA_FILE: &str = ".metadata";
-/// Limit on the total number of stored parts that the tensors of a torch distributed checkpoint
-/// have.
+/// Maximum number of chunks, summed over all tensors, into which a torch distributed checkpoint may
+/// divide its tensors.
 const STORED_PARTS_MAX: usize = 8 << 20;
 
-/// What was read at one location in a data file of a torch distributed checkpoint: a tensor (often
-/// a chunk of a larger one), another value as JSON, or the error for a value of a forbidden class.
+/// The content of one entry in a data file of a torch distributed checkpoint: a tensor, or another
+/// value as JSON.
 enum DecodedItem {
     /// A tensor, with the index of its file in `StoredFiles` and its view.
     Tensor(usize, TensorView),
@@ -32,9 +32,9 @@ enum DecodedItem {
     Forbidden(TorchFileError),
 }
 
-/// Reads the torch distributed checkpoint (DCP) in the subdirectory `inside` of the checkpoint
-/// directory, and adds its tensors, steps and hyper-parameters to `builder`, which describes the
-/// checkpoint that is being opened. An empty `inside` stands for the directory itself.
+/// Reads the tensors, steps and hyper-parameters of the torch distributed checkpoint (DCP) in the
+/// subdirectory `inside` of the checkpoint directory. An empty `inside` stands for the directory
+/// itself.
 pub(crate) fn add_dcp_directory(builder: &mut ExternalCheckpointBuilder, inside: &str) -> Result<()> {
     let within = |name: &str| if inside.is_empty() { name.to_owned() } else { format!("{inside}/{name}") };
     let name = within(METADATA_FILE);
@@ -177,9 +177,9 @@ struct ItemCollector {
 }
 
 impl ItemCollector {
-    /// Adds one entry of a torch distributed checkpoint to the collected tensors, steps or
-    /// hyper-parameters, and takes its values out of `read`, the map of everything that was read
-    /// from the data files. `metadata` is the name of the `.metadata` file, for errors.
+    /// Adds the tensor or value of one entry of a torch distributed checkpoint to the collected
+    /// contents, and removes the value from the map `read`. `metadata` is the name of the
+    /// `.metadata` file, for errors.
     fn collect_item(
         &mut self,
         builder: &mut ExternalCheckpointBuilder,
@@ -201,9 +201,9 @@ impl ItemCollector {
         }
     }
 
-    /// Collects an entry that is not a tensor: records a hyper-parameter of the optimizer, and
-    /// ignores other values. Adds a notice for a hyper-parameter or optimizer state of a class that
-    /// is not allowed.
+    /// Records the value of an entry of a torch distributed checkpoint if it is a hyper-parameter
+    /// of the optimizer, and ignores other values. Adds a notice for a hyper-parameter or optimizer
+    /// state of a class that is not allowed.
     fn collect_value(&mut self, kind: DcpItemKind, item: &ItemMetadata, read: Option<DecodedItem>) {
         match (kind, read) {
             (DcpItemKind::Group(group, key), Some(DecodedItem::Value(value))) => {
@@ -216,8 +216,8 @@ impl ItemCollector {
         }
     }
 
-    /// Adds an entry that is a tensor to the checkpoint that is being opened: as a weight, buffer
-    /// or optimizer state, or as a step or hyper-parameter that is stored as a tensor.
+    /// Adds a tensor of a torch distributed checkpoint to the list of tensors, or records its only
+    /// element as a step or hyper-parameter of the optimizer.
     fn collect_tensor(
         &mut self,
         builder: &mut ExternalCheckpointBuilder,
@@ -263,8 +263,8 @@ impl ItemCollector {
         Ok(())
     }
 
-    /// Divides the rectangular parts in which a tensor is stored into runs of consecutive elements,
-    /// sorted by their first element.
+    /// Divides the rectangular chunks of a tensor into ranges of consecutive row-major elements,
+    /// and sorts the ranges by their first element.
     ///
     /// # Errors
     /// Fails if a chunk is not a tensor or differs from its description, or if all tensors together

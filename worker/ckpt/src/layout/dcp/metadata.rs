@@ -132,8 +132,8 @@ fn read_attributes<'t>(value: PickleView<'t>, class: &'static str) -> Result<Pic
     }
 }
 
-/// Maps each pickled value (by its key) and each part of a tensor (by its key and offsets) to its
-/// storage location. The offsets of a value are `None`.
+/// A map from the key and the offsets of each value or tensor chunk in a torch distributed
+/// checkpoint to the byte range that stores it. The offsets of a value are `None`.
 type StorageLocations = HashMap<(String, Option<Vec<u64>>), StorageLocation>;
 
 /// Reads from `.metadata` where each value and each part of a tensor of a torch distributed
@@ -177,9 +177,9 @@ fn read_storage_locations(value: PickleView<'_>) -> Result<StorageLocations> {
     }
 }
 
-/// Reads from `.metadata` (planner data) a map from the flattened key of each entry to its nested
-/// keys. Returns `None` if nested keys are not recorded. Fails if nested keys do not match the
-/// flattened key.
+/// Reads a map from each entry's flattened key, such as `optimizer.state.0`, to the list of nested
+/// keys from which the key was joined. Returns `None` if nested keys are not recorded. Fails if
+/// nested keys do not match the flattened key.
 fn read_key_paths(planner: Option<PickleView<'_>>) -> Result<Option<HashMap<String, Vec<String>>>> {
     let Some(pairs) = planner.and_then(PickleView::as_pairs) else { return Ok(None) };
     let mut paths = HashMap::new();
@@ -199,9 +199,9 @@ fn read_key_paths(planner: Option<PickleView<'_>>) -> Result<Option<HashMap<Stri
     Ok(Some(paths))
 }
 
-/// Reads whether an entry of a torch distributed checkpoint is a tensor or another value, and takes
-/// the byte ranges in which it is stored out of `locations`. Fails if a location is missing, or a
-/// chunk is outside of its tensor.
+/// Reads from `.metadata` whether an entry is a tensor or another value, and removes the byte
+/// ranges of its data from `locations`. Fails if a location is missing, or a chunk is outside of
+/// its tensor.
 fn read_item_content(
     key: &str,
     value: PickleView<'_>,
@@ -244,8 +244,8 @@ fn read_item_content(
 }
 
 impl StorageLocation {
-    /// Wraps `error`, which occurred while an entry of a torch distributed checkpoint was read at
-    /// this location of a data file, in a [`DcpError`] that states the location.
+    /// Converts an error while reading one entry of a torch distributed checkpoint to a
+    /// [`DcpError`] that states the entry's offset in the file.
     pub(super) fn wrap_read_error(&self, error: TorchFileError) -> DcpError {
         DcpError::Item { offset: self.offset, error }
     }

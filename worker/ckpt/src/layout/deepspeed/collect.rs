@@ -28,8 +28,8 @@ pub(super) fn collect_tensors(tag: &mut TagContents, stage: u8) -> Result<()> {
     Ok(())
 }
 
-/// Adds what the model file of rank 0 states about a DeepSpeed checkpoint, such as its step, to
-/// `facts`, the description of the checkpoint. `path` is the directory of the tag.
+/// Copies the step, the number of ranks and other facts about the run from the model file of rank 0
+/// to `facts`. `path` is the directory of the tag.
 pub(super) fn add_model_file_facts(facts: &mut ExternalFacts, model: &ModelStates, stage: u8, path: &Path) {
     facts.writer = format!("DeepSpeed {}", model.version.as_deref().unwrap_or("of unknown version"));
     facts.tag = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -146,8 +146,8 @@ pub(super) fn collect_tied_weights(builder: &mut ExternalCheckpointBuilder, mode
     }
 }
 
-/// Adds the tensors that a DeepSpeed model file stores under `module` to the checkpoint that is
-/// being opened: the buffers, and the weights that the optimizer files did not provide.
+/// Adds the buffers, and those weights that the optimizer files do not contain, from the entry
+/// `module` of a DeepSpeed model file to the list of tensors.
 ///
 /// Records these weights as frozen in stages 1 to 3. Weights without values are recorded as lost,
 /// and aliases of collected weights as ties. `file` is the index of the model file in
@@ -202,8 +202,8 @@ pub(super) fn collect_module_tensors(
     }
 }
 
-/// Sorts the tensors in the order in which DeepSpeed's model file lists them, which is the order of
-/// the model.
+/// Sorts the tensors of a DeepSpeed checkpoint in the order of the model's `state_dict` in the
+/// model file.
 pub(super) fn sort_in_module_order(builder: &mut ExternalCheckpointBuilder, model: &ModelStates) {
     builder.sort_tensors(model.module.iter().map(|(name, _)| name.as_str()));
 }

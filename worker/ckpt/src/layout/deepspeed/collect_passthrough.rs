@@ -52,9 +52,8 @@ pub(super) fn collect_passthrough(tag: &TagContents) -> Result<PassthroughState>
     })
 }
 
-/// Returns the dtype in which the model computed, which is that of the first trained parameter
-/// under `module` in the model file. Without a trained parameter, returns the dtype of the module's
-/// first tensor.
+/// Returns the dtype of the first trained parameter in a DeepSpeed model file, with which the model
+/// computed. Without a trained parameter, returns the dtype of the module's first tensor.
 fn find_compute_dtype(model: &ModelStates) -> Option<Dtype> {
     let trained = model.groups.iter().flatten().next().map(|(name, _)| name.as_str());
     let named = |name: &str| model.module.iter().find(|(n, _)| n == name).map(|(_, v)| v.dtype);
@@ -97,8 +96,8 @@ fn read_group_steps(tag: &TagContents, file: usize, states: &OptimizerStates) ->
     states.shards.iter().map(|shard| shard.step.as_ref().map(read).transpose()).collect()
 }
 
-/// Replaces the references to tensors in a value of a model file by tensors whose elements are in
-/// memory.
+/// Loads the tensors to which a value of a DeepSpeed model file refers into memory, up to a limit
+/// on their total size.
 struct TensorInliner<'a> {
     tag: &'a TagContents,
     /// Index of the model file in `StoredFiles`.
@@ -129,9 +128,8 @@ impl TensorInliner<'_> {
         })
     }
 
-    /// Returns a copy of the tensor `t` whose elements are in memory, or `None` if the tensor is
-    /// larger than the number of bytes that may still be copied, or is unknown. Subtracts the
-    /// number of copied bytes from `left`.
+    /// Returns a copy of the tensor `t` with its elements in memory, or `None` if the elements
+    /// would exceed the limit on the total size. Subtracts the number of copied bytes from `left`.
     fn inline_tensor(&mut self, t: &StoredTensor) -> Result<Option<PythonObject>> {
         let Some(view) = self.model.passthrough.tensors.get(t.storage) else { return Ok(None) };
         let count = view.element_count();

@@ -64,8 +64,8 @@ pub(crate) fn open_deepspeed(path: &Path) -> Result<Option<ExternalCheckpoint>> 
     }
 }
 
-/// Opens the newest readable one of the DeepSpeed checkpoints in a directory that has no file
-/// `latest`; `tags` are their names. `tags` are in ascending order of their steps. Notices of the
+/// Opens the newest complete checkpoint among the DeepSpeed checkpoints `tags` in the directory
+/// `path`, which has no file `latest`. `tags` are in ascending order of their steps. Notices of the
 /// checkpoint list the skipped tags.
 ///
 /// # Errors

@@ -24,8 +24,8 @@ impl FlatGroupShardOfRank<'_> {
         self.shard.fp32.element_count()
     }
 
-    /// Returns the tensor with the rank's part of the weights or of the optimizer state `role`, or
-    /// `None` if the rank does not store this state.
+    /// Returns the rank's part of the flat array with the weights, or with the optimizer state
+    /// `role` of these weights.
     fn state_view(&self, role: TensorRole) -> Option<&TensorView> {
         match role {
             TensorRole::Weight => Some(&self.shard.fp32),
@@ -34,8 +34,8 @@ impl FlatGroupShardOfRank<'_> {
     }
 }
 
-/// Lists what the optimizer files store for a parameter group: the weights, and every optimizer
-/// state that the file of some rank has.
+/// Lists the kinds of tensors that the ranks' optimizer files store for a parameter group: the
+/// weights and the optimizer states.
 fn list_stored_roles(ranks: &[FlatGroupShardOfRank<'_>]) -> Vec<TensorRole> {
     let mut roles = vec![TensorRole::Weight];
     // a rank whose part is empty may lack optimizer states
@@ -93,9 +93,8 @@ pub(super) fn locate_flat_params(
     Ok(entries)
 }
 
-/// Finds in which ranks' files the range `span` of a flat array (the concatenated parameters of a
-/// group) is stored, given that each rank stores a part of the array. Returns one part for each
-/// rank that has some of these elements.
+/// Determines in which ranks' optimizer files the elements `span` of a flat array of concatenated
+/// parameters are stored. Returns one part for each rank that has some of these elements.
 fn locate_flat_array_range(
     ranks: &[FlatGroupShardOfRank<'_>],
     role: TensorRole,
@@ -114,8 +113,9 @@ fn locate_flat_array_range(
     Ok(parts)
 }
 
-/// Fails if a rank's part of the optimizer state `role` is not F32, or is not as long as the rank's
-/// part of the weights. A state may be longer than the weights by the recorded padding.
+/// Fails if a rank's part of the optimizer state `role` does not have the dtype F32, or the length
+/// of the rank's weights with padding. A state may be longer than the weights by the recorded
+/// padding.
 fn check_state_lengths(ranks: &[FlatGroupShardOfRank<'_>], role: TensorRole) -> Result<(), LayoutError> {
     for (r, rank) in ranks.iter().enumerate() {
         let Some(view) = rank.state_view(role) else { continue };

@@ -1,5 +1,5 @@
-//! Adds the optimizer states and the FP32 master weights of a ZeRO stage 0 checkpoint to its
-//! tensors.
+//! Adds the optimizer states and the FP32 master weights in a DeepSpeed model file of ZeRO stage 0
+//! to the checkpoint that is being read.
 use super::embedded_optimizer::EmbeddedOptimizer;
 use crate::catalog::{
     BorrowedWeightShape, ExternalCheckpointBuilder, ExternalTensor, ParamGroupInfo, convert_step_to_integer,
@@ -10,10 +10,9 @@ use crate::layout::hf::optimizer_state::ParamId;
 use crate::tensor::{Dtype, TensorRole};
 use std::collections::HashMap;
 
-/// Replaces the 16-bit weights of the checkpoint that is being opened by the FP32 master weights
-/// that its model file contains at ZeRO stage 0, and adds the optimizer states, parameter groups
-/// and steps. If the states cannot be assigned to weights, adds only a notice. `file` is the index
-/// of the model file in `StoredFiles`.
+/// Adds the FP32 master weights and the optimizer state in a DeepSpeed model file of ZeRO stage 0
+/// to the list of the checkpoint's contents. If the states cannot be assigned to weights, adds only
+/// a notice. `file` is the index of the model file in `StoredFiles`.
 pub(super) fn add_embedded_optimizer(
     builder: &mut ExternalCheckpointBuilder,
     file: usize,
@@ -43,8 +42,8 @@ pub(super) fn add_embedded_optimizer(
     Ok(())
 }
 
-/// Adds the optimizer states and the step of the optimizer's parameter number `id` to the
-/// checkpoint that is being opened, as those of the weight `name`.
+/// Records the optimizer states and the step of the optimizer's parameter `id` as those of the
+/// weight named `name`.
 fn add_states_of_parameter(
     builder: &mut ExternalCheckpointBuilder,
     file: usize,
@@ -66,9 +65,9 @@ fn add_states_of_parameter(
     Ok(())
 }
 
-/// Replaces the 16-bit weights in `entries`, the tensors of the checkpoint, by the FP32 master
-/// weights that the optimizer states `embedded` contain. `names` are the names of the weights of
-/// each group. Does nothing without master weights.
+/// Replaces the 16-bit weights in the list `entries` of tensors by the FP32 master weights that the
+/// model file contains. `names` are the names of the weights of each group. Does nothing without
+/// master weights.
 ///
 /// # Errors
 /// Fails if the masters do not match the weights in number, dtype or shape.

@@ -23,11 +23,11 @@ pub(crate) const ALLOWED_GLOBALS: &[&[&str]] = &[
     ],
 ];
 
-/// Limit on the length of DeepSpeed's list `partition_count`, which has one item for each flat
-/// array (the concatenated parameters of a group).
+/// Maximum length of the list `partition_count` in a DeepSpeed optimizer file, which has an item
+/// for each flat array of parameters.
 const PARTITIONS_MAX: usize = 1 << 16;
-/// Limit on the number of unknown optimizer states whose keys are remembered to report them to the
-/// user.
+/// Maximum number of unknown optimizer state keys that the reader of an optimizer file collects for
+/// a warning.
 const UNKNOWN_KEYS_MAX: usize = 16;
 
 /// The result of reading a model or optimizer file: a value, or a [`DeepSpeedError`].
@@ -69,8 +69,8 @@ pub(crate) struct ModelStates {
     pub(crate) passthrough: ModelPassthrough,
 }
 
-/// One rank's part of a flat array, in which DeepSpeed concatenates the parameters of a group: its
-/// weights, optimizer states and step.
+/// The weights, optimizer states and step that one rank's optimizer file stores for a part of a
+/// flat array of concatenated parameters.
 pub(crate) struct FlatGroupShard {
     /// View of the rank's flat FP32 master weights.
     pub(crate) fp32: TensorView,
@@ -112,8 +112,8 @@ pub(crate) struct NumberedParamGroup {
 }
 
 impl NumberedParamGroup {
-    /// Converts this parameter group, which refers to parameters by number, to one that refers to
-    /// them by name. `model` has the names of the parameters in each flat group.
+    /// Returns a copy of this parameter group in which the numbers of parameters are replaced by
+    /// their names. `model` has the names of the parameters in each flat group.
     pub(super) fn name_parameters(&self, model: &ModelStates) -> ParamGroupInfo {
         let flat_groups = self.ids.iter().filter_map(|&i| model.groups.get(i as usize));
         let names = flat_groups.flatten().map(|(name, _)| name.clone()).collect();
@@ -166,8 +166,8 @@ fn read_shape_dict(key: &'static str, value: PickleView<'_>) -> Result<Vec<(Stri
 }
 
 impl ModelStates {
-    /// Drops those contents of the model file that the reader takes only from the file of rank 0,
-    /// to save memory. Called for the files of the other ranks.
+    /// Frees the parts of a model file that are needed only from rank 0, such as the list of
+    /// buffers and the scheduler. Called for the files of the other ranks.
     pub(crate) fn drop_parts_needed_from_rank_0_only(&mut self) {
         (self.module, self.buffers, self.groups, self.frozen_shapes) = Default::default();
         (self.ties, self.scheduler, self.embedded_optimizer, self.passthrough) = Default::default();
@@ -241,8 +241,8 @@ impl ModelStates {
 }
 
 impl OptimizerStates {
-    /// Drops those contents of the optimizer file that the reader takes only from the file of rank
-    /// 0, to save memory. Called for the files of the other ranks.
+    /// Frees the parts of an optimizer file that are needed only from rank 0, such as the parameter
+    /// groups and the loss scaler. Called for the files of the other ranks.
     pub(crate) fn drop_parts_needed_from_rank_0_only(&mut self) {
         (self.groups, self.loss_scaler, self.passthrough) = Default::default();
         self.shards.iter_mut().for_each(|shard| shard.alignment = Vec::new());
@@ -313,7 +313,8 @@ pub(crate) fn read_param_groups(optimizer: PickleView<'_>) -> Result<Vec<Numbere
     groups.as_items().ok_or_else(wrong)?.iter().map(one).collect()
 }
 
-/// Reads the state of a loss scaler (`loss_scaler`) as JSON. Returns null if the scale is always 1.
+/// Returns the state of the pickled object `loss_scaler` in a DeepSpeed optimizer file as JSON.
+/// Returns null if the scale is always 1.
 pub(crate) fn read_loss_scaler(value: PickleView<'_>) -> Json {
     let Some((_, _, state)) = value.as_object() else { return Json::Null };
     let fixed = state.get("dynamic").is_some_and(|d| d.to_json() == false);
@@ -323,8 +324,8 @@ pub(crate) fn read_loss_scaler(value: PickleView<'_>) -> Json {
     }
 }
 
-/// Those values of a DeepSpeed optimizer file that have one item per flat array (concatenated
-/// parameters of a group).
+/// The values in a DeepSpeed optimizer file that are lists with one item per flat array of
+/// parameters.
 struct PerFlatGroupFields<'t> {
     /// Maps the index of each flat group to the state that the torch optimizer keeps for it.
     states: HashMap<u64, PickleView<'t>>,
@@ -353,8 +354,8 @@ impl<'t> PerFlatGroupFields<'t> {
 }
 
 impl FlatGroupShard {
-    /// Reads one rank's part of a flat array (the concatenated parameters of a group) from the
-    /// rank's optimizer file: the master weights `fp32`, the optimizer states and the step.
+    /// Reads what one rank's optimizer file stores for the flat array number `i` of concatenated
+    /// parameters, such as optimizer states and step.
     fn read_shard(
         file: &TorchFile,
         fields: &PerFlatGroupFields<'_>,
@@ -386,9 +387,9 @@ impl FlatGroupShard {
         Ok(shard)
     }
 
-    /// Records one value that torch's optimizer keeps for this part of a flat array: a tensor, or
-    /// the step. The entry is a tensor of a known role, the step, or a tensor with an unknown key.
-    /// Ignores other values.
+    /// Adds one entry of a parameter's state in torch's optimizer, such as `exp_avg` or `step`, to
+    /// this part of a flat array. The entry is a tensor of a known role, the step, or a tensor with
+    /// an unknown key. Ignores other values.
     fn add_state(&mut self, key: &str, tensor: Option<TensorView>, value: PickleView<'_>) {
         match (key, TensorRole::from_torch_key(key), tensor) {
             ("step", _, Some(view)) => self.step = Some(StepValue::Tensor(view)),

@@ -1,5 +1,5 @@
-//! [`TagContents`]: reads all files of a DeepSpeed checkpoint (tag), and checks that they belong
-//! together.
+//! [`TagContents`]: reads the files of all ranks in a DeepSpeed checkpoint, and checks that they
+//! agree on step, ZeRO stage and number of ranks.
 use super::file_names::{self, TagFiles};
 use super::states::{ALLOWED_GLOBALS, FlatGroupShard, ModelStates, OptimizerStates};
 use crate::catalog::{ExternalCheckpointBuilder, ParamGroupInfo, convert_step_to_integer};
@@ -9,8 +9,7 @@ use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Maps each rank to what was read from its model or optimizer file, and to the index of this file
-/// in the checkpoint's list of files.
+/// A map from each rank to the content of its model or optimizer file and the index of this file.
 pub(super) type RankContents<T> = BTreeMap<u32, (usize, T)>;
 
 /// The contents of all model and optimizer files in the directory of a DeepSpeed checkpoint (tag).
@@ -23,8 +22,8 @@ pub(super) struct TagContents {
 }
 
 impl TagContents {
-    /// Opens the directory of a DeepSpeed checkpoint without reading its files, which the caller
-    /// adds later. `notices` come first among the notices of the checkpoint.
+    /// Opens the directory of a DeepSpeed checkpoint without reading any file in it. `notices` come
+    /// first among the notices of the checkpoint.
     pub(super) fn open_empty(path: &Path, notices: Vec<String>) -> Result<TagContents> {
         let mut builder = ExternalCheckpointBuilder::new(path)?;
         builder.facts.notices = notices;
@@ -71,9 +70,8 @@ impl TagContents {
         }
     }
 
-    /// Fails with [`crate::CkptError::Missing`] if one of the `world` ranks has no file among
-    /// `files`, the model or optimizer files of the DeepSpeed checkpoint. `kind` is `model` or
-    /// `optimizer`, for the error.
+    /// Fails if `files`, the model or optimizer files of a DeepSpeed checkpoint by rank, has no
+    /// file of one of the `world` ranks. `kind` is `model` or `optimizer`, for the error.
     fn require_files_of_ranks<T>(
         &self,
         kind: &'static str,
@@ -89,9 +87,9 @@ impl TagContents {
         }
     }
 
-    /// Checks that the model and optimizer files of all ranks belong together, and returns their
-    /// ZeRO stage. Fails if a rank's file is missing, a file's rank is not below the world size, or
-    /// the files contradict each other in stage or world size.
+    /// Returns the ZeRO stage of the checkpoint, after checking that no rank's file is missing and
+    /// that all optimizer files state an equal stage. Fails if a rank's file is missing, a file's
+    /// rank is not below the world size, or the files contradict each other in stage or world size.
     pub(super) fn check_rank_files(&self) -> Result<u8> {
         let Some((_, model)) = self.model.get(&0) else {
             return Err(self.builder.missing_part_error("the model file of rank 0"));
@@ -128,9 +126,9 @@ impl TagContents {
         Ok(stage)
     }
 
-    /// Checks that the files of all ranks contain equal steps, and returns the step of the
-    /// optimizer files, or `None` if they contain none. Fails if the optimizer files, or the model
-    /// files, of two ranks have different steps.
+    /// Returns the step that the optimizer files of all ranks contain, or `None` if these files
+    /// contain no step. Fails if the optimizer files, or the model files, of two ranks have
+    /// different steps.
     pub(super) fn check_equal_steps(&self) -> Result<Option<f64>> {
         let (mut updates, mut steps) = (Vec::new(), Vec::new());
         for (&rank, (file, states)) in &self.optimizer {
@@ -165,9 +163,9 @@ impl TagContents {
         }
     }
 
-    /// Returns the optimizer's parameter groups with the names of their parameters, and the state
-    /// of the loss scaler. Both come from the optimizer file of rank 0, and are empty without this
-    /// file.
+    /// Returns the parameter groups and the loss scaler state from the optimizer file of rank 0,
+    /// with names in place of parameter numbers. Both come from the optimizer file of rank 0, and
+    /// are empty without this file.
     pub(super) fn collect_param_groups(&self, model: &ModelStates, stage: u8) -> (Vec<ParamGroupInfo>, Json) {
         let Some((_, first)) = self.optimizer.get(&0) else { return (Vec::new(), Json::Null) };
         let mut groups: Vec<ParamGroupInfo> = first.groups.iter().map(|g| g.name_parameters(model)).collect();
@@ -192,9 +190,8 @@ impl TagContents {
         Ok(steps)
     }
 
-    /// Reads the optimizer step of `shard`, one rank's part of a flat array (the concatenated
-    /// parameters of a group), from the rank's optimizer file. Returns `None` if the group has no
-    /// step.
+    /// Reads the number of optimizer updates of one rank's part `shard` of a flat array from the
+    /// rank's optimizer file. Returns `None` if the group has no step.
     ///
     /// # Errors
     /// Fails if the step is not a whole number.

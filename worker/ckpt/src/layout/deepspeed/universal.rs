@@ -101,8 +101,8 @@ pub(crate) fn open_universal(path: &Path, root: &Path, notices: Vec<String>) -> 
     tag.builder.finish_with_paths(path, root)
 }
 
-/// Reads hyper-parameters, steps and loss scaler from `optimizer_state.pt` in a universal
-/// checkpoint, and adds this file to the checkpoint's list of files.
+/// Reads the hyper-parameters, steps and loss scaler of a universal checkpoint from its file
+/// `optimizer_state.pt`.
 fn read_optimizer_settings(tag: &mut TagContents) -> Result<OptimizerSettings> {
     if tag.builder.directory.file_size(OPTIMIZER_STATE_FILE)?.is_none() {
         let part = format!("{OPTIMIZER_STATE_FILE}, which contains the hyper-parameters");
@@ -300,13 +300,13 @@ fn collect_tensors(
     Ok(())
 }
 
-/// Maps the name of each trained weight to the index of its parameter group and to the shape that
-/// the model file records.
+/// A map from the name of each trained weight to the index of its parameter group and its shape, as
+/// the model file records them.
 type KnownShapes<'m> = HashMap<&'m str, (u64, &'m Vec<u64>)>;
 
-/// Finds weights of one parameter group with different steps, and weights whose step differs from
-/// the step that their parameter group records. DeepSpeed updates a group as a whole, so such files
-/// belong to different checkpoints. Returns at most one warning of each kind per group.
+/// Returns warnings about weights of a universal checkpoint whose number of updates differs from
+/// that of their parameter group. DeepSpeed updates a group as a whole, so such files belong to
+/// different checkpoints. Returns at most one warning of each kind per group.
 fn find_step_contradictions(
     parameters: &[ParameterFiles],
     known: &KnownShapes<'_>,

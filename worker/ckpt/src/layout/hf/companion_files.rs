@@ -29,10 +29,9 @@ pub(crate) fn is_accelerate_directory(directory: &Directory) -> Result<bool> {
         || directory.has_entry("optimizer.bin")?)
 }
 
-/// Reads the scheduler, the loss scaler, the step and the names of the RNG state files from a
-/// checkpoint directory, and adds them to `facts`, the description of the checkpoint. A scheduler,
-/// loss scaler or step that `facts` has already is kept. Adds a missing scheduler and missing RNG
-/// states to `facts.missing`.
+/// Reads the scheduler state, the loss scaler state, the step and the names of RNG state files from
+/// a checkpoint directory into `facts`. A scheduler, loss scaler or step that `facts` has already
+/// is kept. Adds a missing scheduler and missing RNG states to `facts.missing`.
 pub(crate) fn read_companion_files(facts: &mut ExternalFacts, directory: &Directory) -> Result<()> {
     if facts.state.scheduler.is_null() {
         facts.state.scheduler = read_first_readable_state(&SCHEDULER_FILES, facts, directory)?;
@@ -149,8 +148,8 @@ fn compute_min_world_size(files: &[String]) -> Option<u32> {
     ranks.map(|r| if numbered { r.max(2) } else { r }).or(has_unnumbered.then_some(1))
 }
 
-/// Lists the ranks of a run with `world` ranks that have no RNG state file among the files `found`,
-/// at most 16 of them. Returns only [`TrainingStatePart::RngStates`] if `found` is empty.
+/// Lists at most 16 ranks of a run with `world` ranks for which the list `found` contains no RNG
+/// state file. Returns only [`TrainingStatePart::RngStates`] if `found` is empty.
 fn find_missing_rng_states(found: &[String], world: u32) -> Vec<TrainingStatePart> {
     let present: std::collections::BTreeSet<u32> =
         found.iter().filter_map(|f| parse_rank_in_name(f)).collect();

@@ -1,6 +1,6 @@
-//! The order in which models of known families register their parameters, by which torch optimizers
-//! number the parameters. Files of weights are sorted by name, while optimizers number parameters
-//! in the order of registration.
+//! The order in which models of known families register their parameters, which is the order of the
+//! parameters in a torch optimizer. Files of weights are sorted by name, while optimizers number
+//! parameters in the order of registration.
 //!
 //! A test compares the orders with the models of transformers (scripts/golden/orders.py). Names may
 //! match several families, since Mixtral registers the gate before the experts, and Qwen3-MoE after
@@ -123,9 +123,9 @@ const FAMILY_MODULES: &[&[&str]] = &[
     ],
 ];
 
-/// Sorts the names of a model's parameters in the order in which the model registers them, for each
-/// known model family that has all of these parameters. Returns one list per distinct order, and no
-/// list if no family matches.
+/// Sorts parameter names in the order in which a model registers its parameters, once for each
+/// known model family with these names. Returns one list per distinct order, and no list if no
+/// family matches.
 pub(crate) fn sort_in_registration_orders<'a>(names: &[&'a str]) -> Vec<Vec<&'a str>> {
     let mut orders: Vec<Vec<&str>> = Vec::new();
     for positions in FAMILY_MODULES.iter().map(|family| ModulePositions::new(family)) {
@@ -141,11 +141,10 @@ pub(crate) fn sort_in_registration_orders<'a>(names: &[&'a str]) -> Vec<Vec<&'a 
     orders
 }
 
-/// A key by which parameters are sorted as in a depth-first traversal of the modules.
+/// A sort key that orders a model's parameters in the way in which the model registers them.
 type RegistrationKey = [u64; 6];
 
-/// The position of each module of one model family in the order in which models register their
-/// modules.
+/// A map from the modules of one model family to the order in which the model registers them.
 struct ModulePositions {
     /// Maps the name of each module, with `*` in place of numbers, to its position.
     modules: HashMap<&'static str, u64>,
@@ -167,8 +166,9 @@ impl ModulePositions {
         positions
     }
 
-    /// Returns a key that sorts the parameter `name` in the order in which the model family
-    /// registers its parameters. Returns `None` if the family does not have the parameter's module.
+    /// Returns a sort key for the parameter `name` that reflects the order in which models of this
+    /// family register their parameters. Returns `None` if the family does not have the parameter's
+    /// module.
     fn compute_sort_key(&self, name: &str) -> Option<RegistrationKey> {
         let (module, last) = match name.rsplit_once('.') {
             Some((module, "weight")) => (module, 0),

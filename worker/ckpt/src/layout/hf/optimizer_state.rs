@@ -106,17 +106,15 @@ impl OptimizerStateDict {
         Ok(state)
     }
 
-    /// Returns, for each parameter of each group, the shape of the first tensor in the parameter's
-    /// state.
+    /// Returns the shape of each parameter's first optimizer state tensor, by parameter group.
     pub(crate) fn state_shapes(&self) -> Vec<param_matching::StateShapes> {
         let shape = |id: &ParamId| Some(self.states.get(id)?.tensors.first()?.1.shape.clone());
         self.groups.iter().map(|(_, ids)| ids.iter().map(shape).collect()).collect()
     }
 
-    /// Finds out to which weights the parameters of the optimizer's parameter groups belong, and
-    /// returns the names of the weights. If the file has only numbers,
-    /// [`param_matching::match_states_to_weights`] finds the names in `weights`. `in_order` states
-    /// whether `weights` are in the order of the model.
+    /// Returns the names of the weights to which the optimizer's parameters belong, by parameter
+    /// group. If the file has only numbers, [`param_matching::match_states_to_weights`] finds the
+    /// names in `weights`. `in_order` states whether `weights` are in the order of the model.
     ///
     /// # Errors
     ///
@@ -139,9 +137,9 @@ impl OptimizerStateDict {
         }
     }
 
-    /// Checks that the parameter names that the optimizer file records (`names`) are those of
-    /// weights with the shapes of the optimizer states, and returns them. Fails if a name is not in
-    /// `weights`, or if the weight's shape differs from the shape of the state.
+    /// Returns `names` if each name is that of a weight in `weights`, with the shape of the
+    /// weight's optimizer state. Fails if a name is not in `weights`, or if the weight's shape
+    /// differs from the shape of the state.
     fn check_recorded_names(
         &self,
         names: Vec<Vec<String>>,
@@ -181,12 +179,12 @@ fn parse_param_id(value: PickleView<'_>) -> Option<ParamId> {
         .or_else(|| value.as_short_str().map(|s| ParamId::Name(s.to_owned())))
 }
 
-/// The names of the parameters of each parameter group.
+/// The names of the weights in each of the optimizer's parameter groups.
 type GroupNames = Vec<Vec<String>>;
 
-/// Reads the file `name` with the `state_dict` of a torch optimizer, and adds the states, steps and
-/// parameter groups to the checkpoint that is being opened. States that cannot be assigned to the
-/// builder's weights are skipped with a notice.
+/// Reads the torch optimizer's `state_dict` in the file `name`, and adds its states, steps and
+/// parameter groups to the opened checkpoint. States that cannot be assigned to the builder's
+/// weights are skipped with a notice.
 pub(crate) fn add_optimizer_file(builder: &mut ExternalCheckpointBuilder, name: &str) -> Result<()> {
     let (file, torch) = builder.add_torch_file(name, ALLOWED_GLOBALS)?;
     let optimizer = OptimizerStateDict::read(&torch, torch.value())
@@ -200,10 +198,9 @@ pub(crate) fn add_optimizer_file(builder: &mut ExternalCheckpointBuilder, name: 
     }
 }
 
-/// Finds the weight to which each parameter of the optimizer belongs, among `weights` or, if that
-/// fails, among the weights of the equivalent model that stores all experts of a layer as one
-/// tensor (fused). Also returns the fused experts, which are empty if the names are those of
-/// `weights`.
+/// Finds the names of the optimizer's parameters among `weights`, or among the weights of the
+/// equivalent model with one tensor for all experts of a layer. Also returns the fused experts,
+/// which are empty if the names are those of `weights`.
 fn match_listed_or_fused_names(
     optimizer: &OptimizerStateDict,
     weights: &[BorrowedWeightShape<'_>],
@@ -219,10 +216,10 @@ fn match_listed_or_fused_names(
     }
 }
 
-/// Adds the optimizer states to the checkpoint that is being opened, if they match the weights that
-/// the job trains in number, groups, order and shapes. A notice reports the assignment, since the
-/// file itself does not identify the weights. Skips the states otherwise, or if the trained weights
-/// are unknown. `error` states why the states do not match all weights.
+/// Assigns the optimizer's states to the weights that the job trains, if their shapes match, and
+/// adds the states to the list of the checkpoint's tensors. A notice reports the assignment, since
+/// the file itself does not identify the weights. Skips the states otherwise, or if the trained
+/// weights are unknown. `error` states why the states do not match all weights.
 fn add_trained_states(
     builder: &mut ExternalCheckpointBuilder,
     name: &str,
@@ -258,8 +255,9 @@ fn add_trained_states(
     Ok(())
 }
 
-/// Adds the optimizer states of all parameters, their steps and their parameter groups to the
-/// checkpoint that is being opened. `names` are the names of the parameters of each group.
+/// Adds the optimizer states, steps and parameter groups in an optimizer file to the opened
+/// checkpoint, under the names `names` of the weights. `names` are the names of the parameters of
+/// each group.
 fn add_states(
     builder: &mut ExternalCheckpointBuilder,
     name: &str,
@@ -291,9 +289,9 @@ fn add_states(
     Ok(())
 }
 
-/// Describes the optimizer state `role` (such as Adam's first moment) of `weight`, which the torch
-/// file stores as the tensor `view`, as tensors of the checkpoint. There is one tensor, or one per
-/// stored member if the weight is fused.
+/// Describes the tensor `view` in a torch file as the optimizer state `role` (such as Adam's first
+/// moment) of the weight `weight`. There is one tensor, or one per stored member if the weight is
+/// fused.
 fn make_state_tensors(
     weight: &str,
     role: TensorRole,

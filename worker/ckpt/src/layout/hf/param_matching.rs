@@ -13,19 +13,19 @@ use std::collections::HashMap;
 /// parameter without a state.
 pub(crate) type StateShapes = Vec<Option<Vec<u64>>>;
 
-/// A rule by which a training program divides weights into two parameter groups: it returns true
-/// for a weight of the first group.
+/// A function that returns true for the weights that a training program puts in the first of its
+/// two parameter groups.
 type GroupRule = fn(&BorrowedWeightShape<'_>) -> bool;
 
 /// The rules by which training programs divide weights into parameter groups with and without
 /// weight decay. The first group has weight decay.
 const GROUP_RULES: [GroupRule; 2] = [is_decayed_by_name, is_matrix];
 
-/// The names of the parameters of each parameter group.
+/// The names of the weights in each of the optimizer's parameter groups.
 type GroupNames = Vec<Vec<String>>;
 
-/// One possible way in which a training program divided the weights into parameter groups: the
-/// weights of each group.
+/// A possible division of a model's weights into the parameter groups of the optimizer, as a list
+/// of weights per group.
 type Grouping<'a> = Vec<Vec<BorrowedWeightShape<'a>>>;
 
 /// Finds the weight to which each optimizer state belongs, and returns the names of the weights of
@@ -88,10 +88,10 @@ fn list_groupings(
     }
 }
 
-/// Assigns the optimizer states to weights under the assumption that the training program divided
-/// the weights into parameter groups as `candidate` states. Returns the names of the weights by
-/// group. If `in_order` is true, a state belongs to the weight at its position, which must have its
-/// shape. Otherwise it belongs to the only weight with its shape. Fails if the shapes do not match.
+/// Returns the names of the weights to which the optimizer states belong, if the training program
+/// used the parameter groups `candidate`. Returns the names of the weights by group. If `in_order`
+/// is true, a state belongs to the weight at its position, which must have its shape. Otherwise it
+/// belongs to the only weight with its shape. Fails if the shapes do not match.
 fn match_candidate(
     groups: &[StateShapes],
     candidate: &[Vec<BorrowedWeightShape<'_>>],
@@ -110,9 +110,9 @@ fn match_candidate(
     Ok(names)
 }
 
-/// Assigns each optimizer state to the weight at the same position, if their shapes agree, and
-/// returns the names of the weights. Fails if a state has a different shape than its weight.
-/// `group` is the index of the group, for errors.
+/// Returns the names of `weights` if each optimizer state in `states` has the shape of the weight
+/// at the same list position. Fails if a state has a different shape than its weight. `group` is
+/// the index of the group, for errors.
 fn match_by_position(
     group: usize,
     states: &StateShapes,

@@ -85,8 +85,8 @@ pub(crate) fn parse_weight_map(
     Ok(index.weight_map)
 }
 
-/// Reads the headers of all weights files (shards) that the index file `index` lists, and adds
-/// their tensors to the checkpoint that is being opened.
+/// Reads the headers of all weights files that the index file `index` lists, and adds their tensors
+/// to the opened checkpoint.
 ///
 /// # Errors
 /// Fails if the index is invalid, or if a shard is missing or lacks a listed tensor. The error
@@ -123,9 +123,9 @@ fn add_shards(builder: &mut ExternalCheckpointBuilder, index: &str) -> Result<()
     Ok(())
 }
 
-/// Fails if the weights file `file` lacks a tensor in `expected`, the tensors that the index lists
-/// for this file. `stored` are the names of the tensors in the shard. Adds a notice about tensors
-/// that the index does not list. Does nothing without an index.
+/// Fails if the weights file `file` does not contain every tensor in `expected`, the tensors that
+/// the index file lists for it. `stored` are the names of the tensors in the shard. Adds a notice
+/// about tensors that the index does not list. Does nothing without an index.
 fn check_indexed_tensors<'n>(
     builder: &mut ExternalCheckpointBuilder,
     file: &str,
@@ -200,9 +200,9 @@ fn add_torch_weights(
     Ok(())
 }
 
-/// Adds the tensors `found`, which a file with weights contains, to the checkpoint that is being
-/// opened. A tensor at the location of an earlier tensor is recorded as tied to the earlier tensor
-/// instead.
+/// Adds the tensors `found`, read from the header of a weights file, to the list of the
+/// checkpoint's tensors. A tensor at the location of an earlier tensor is recorded as tied to the
+/// earlier tensor instead.
 fn add_tensors(builder: &mut ExternalCheckpointBuilder, file: usize, found: &[(String, TensorView)]) {
     let mut seen: HashMap<_, &str> = HashMap::new();
     for (name, view) in found {
@@ -228,8 +228,7 @@ fn choose_role(dtype: Dtype) -> TensorRole {
     }
 }
 
-/// Returns the number that a pickled integer or finite float contains. Returns `None` for other
-/// values.
+/// Converts a pickled integer or finite float to f64. Returns `None` for other values.
 pub(crate) fn read_pickled_number(value: PickleView<'_>) -> Option<f64> {
     value.as_int().map(|i| i as f64).or_else(|| value.as_float().filter(|x| x.is_finite()))
 }

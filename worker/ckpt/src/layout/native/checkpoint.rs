@@ -32,8 +32,8 @@ pub struct Checkpoint {
     buffers: DiskBufferPool,
 }
 
-/// Where this host stores its shards (files of ranks) of a checkpoint in launch's own format: in a
-/// directory or in memory.
+/// The place from which this host reads the shards of a checkpoint: a directory, its memory, or
+/// nowhere.
 enum ShardStorage {
     /// No part of the checkpoint is on this host.
     Absent,
@@ -50,7 +50,7 @@ impl fmt::Debug for Checkpoint {
     }
 }
 
-/// A range of consecutive 1 MiB blocks of one rank's file (shard).
+/// A range of consecutive 1 MiB blocks in the shard of one rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockRange {
     /// Index of the shard, which is the rank that wrote the file.
@@ -59,17 +59,16 @@ pub struct BlockRange {
     pub blocks: Range<u64>,
 }
 
-/// A callback that receives one block of a rank's file: the index of the file (shard), the index of
-/// the block in it, and the bytes.
+/// A callback that receives the index of a rank's file, the index of a 1 MiB block in the file, and
+/// the bytes of the block.
 pub type BlockSink<'a> = dyn FnMut(usize, u64, &[u8]) -> Result<()> + 'a;
 
-/// A callback that fetches 1 MiB blocks of ranks' files (shards) of a checkpoint from the other
-/// hosts that store these files. The callback must pass each block to the sink, in the order of the
-/// ranges.
+/// A callback that obtains the requested 1 MiB blocks of checkpoint files from other hosts, and
+/// passes them to a [`BlockSink`]. The callback must pass each block to the sink, in the order of
+/// the ranges.
 pub type BlockFetcher<'a> = dyn FnMut(Vec<BlockRange>, &mut BlockSink<'_>) -> Result<()> + 'a;
 
-/// A byte range of a rank's file (shard) that is to be read, and the buffer that receives its
-/// bytes.
+/// A byte range to read from the shard of one rank, and the buffer for the bytes.
 struct ByteReadRequest<'a> {
     file: usize,
     bytes: Range<u64>,
@@ -115,9 +114,9 @@ impl Checkpoint {
         Ok(Manifest::load(&Directory::open(path)?)?.facts)
     }
 
-    /// Opens a checkpoint in a directory that hosts do not share, from the text of its manifest,
-    /// which another host may have sent. If `has_directory` is true, opens the directory `path`,
-    /// from which reads take the shards of this host. If false, all shards count as remote. Only
+    /// Opens a checkpoint from the text `text` of its `manifest.json`, for hosts that do not share
+    /// a checkpoint directory. If `has_directory` is true, opens the directory `path`, from which
+    /// reads take the shards of this host. If false, all shards count as remote. Only
     /// [`Checkpoint::read_verified_with_fetcher`] can read remote shards.
     pub fn from_manifest(path: &Path, text: Vec<u8>, has_directory: bool) -> Result<Checkpoint> {
         let manifest = Manifest::parse(path, text)?;
@@ -130,9 +129,9 @@ impl Checkpoint {
         Ok(Checkpoint::from_parts(path, storage, local_files, manifest))
     }
 
-    /// Opens a checkpoint whose rank files (shards) are in the memory of this host. `shards` has an
-    /// entry for each shard of the checkpoint, which is `None` if this host does not have the
-    /// shard. `path` names the checkpoint in messages.
+    /// Opens a checkpoint whose shards are stored in the memory of this host instead of in files on
+    /// disk. `shards` has an entry for each shard of the checkpoint, which is `None` if this host
+    /// does not have the shard. `path` names the checkpoint in messages.
     pub(crate) fn from_memory_shards(
         path: &Path,
         manifest: Manifest,
@@ -145,8 +144,8 @@ impl Checkpoint {
         Checkpoint::from_parts(path, ShardStorage::Memory(shards), local_files, manifest)
     }
 
-    /// Creates an open checkpoint from its manifest and its open directory, which exists only if
-    /// this host stores a part of the checkpoint.
+    /// Creates a [`Checkpoint`] from a parsed manifest, the storage of the shards, and the list of
+    /// the shards that are on this host.
     fn from_parts(
         path: &Path,
         storage: ShardStorage,
@@ -170,24 +169,25 @@ impl Checkpoint {
         &self.path
     }
 
-    /// Returns, for each rank's file (shard), whether it is stored on this host.
+    /// Returns a list with one flag per shard of the checkpoint, which is true if this host stores
+    /// the shard.
     pub fn local_shard_flags(&self) -> &[bool] {
         &self.local_files
     }
 
-    /// Returns the host that stores the shard (one rank's file) with the index `file`, or `None` if
-    /// all hosts share the checkpoint directory.
+    /// Returns the host that stores the shard with the index `file`, or `None` if all hosts share
+    /// the checkpoint directory.
     pub fn shard_host(&self, file: usize) -> Option<&StorageHost> {
         self.manifest.shard_host(file)
     }
 
-    /// Returns the number of 1 MiB blocks of each rank's file (shard).
+    /// Returns the number of 1 MiB blocks of each rank's shard, in the order of the ranks.
     pub fn shard_block_counts(&self) -> Vec<u64> {
         self.manifest.files.iter().map(|f| f.blocks.len() as u64).collect()
     }
 
-    /// Fails with [`CkptError::ShardsOnOtherHosts`] if a rank's file (shard) that the caller needs,
-    /// which `needed` decides by the file's number, is not stored on this host.
+    /// Fails with [`CkptError::ShardsOnOtherHosts`] if another host stores a shard for whose index
+    /// `needed` returns true.
     fn require_local_shards(&self, needed: impl Fn(usize) -> bool) -> Result<()> {
         let absent = (0..self.local_files.len()).filter(|&i| !self.local_files[i] && needed(i));
         let shards: Vec<RemoteShard> = absent.map(|i| self.make_remote_shard(i)).collect();
@@ -197,8 +197,8 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the name and the host of the rank file (shard) number `file`, for an error about its
-    /// absence.
+    /// Returns the file name and the host of the shard with the index `file`, for the error that
+    /// another host stores it.
     fn make_remote_shard(&self, file: usize) -> RemoteShard {
         let host = self.shard_host(file).map_or("unknown".to_owned(), StorageHost::to_string);
         RemoteShard { file: self.manifest.files[file].name.clone(), host }
@@ -221,12 +221,12 @@ impl Checkpoint {
         })
     }
 
-    /// Iterates over the name and the size in bytes of every rank's file (shard).
+    /// Iterates over the file name and the size in bytes of every rank's shard.
     pub fn shard_sizes(&self) -> impl Iterator<Item = (&str, u64)> {
         self.manifest.files.iter().map(|f| (f.name.as_str(), f.bytes))
     }
 
-    /// Returns the total size of all ranks' files (shards) in bytes.
+    /// Returns the total size in bytes of the shards of all ranks.
     pub fn total_shard_bytes(&self) -> u64 {
         self.manifest.total_shard_bytes()
     }
@@ -252,8 +252,8 @@ impl Checkpoint {
         self.read_verified(&mut [F32ReadRequest { name, role, start_element: range.start, out }])
     }
 
-    /// Reads the ranges of tensors that `requests` name as F32 into their buffers, and verifies the
-    /// blocks that contain them. Reads and verifies each block once, in the order of shards and
+    /// Reads the requested tensor elements as F32, and verifies the hash of every 1 MiB block from
+    /// which elements are read. Reads and verifies each block once, in the order of shards and
     /// offsets. After an error the contents of the buffers are undefined. Needs 24 MiB of memory in
     /// addition to the buffers.
     ///
@@ -268,9 +268,9 @@ impl Checkpoint {
         })
     }
 
-    /// Reads the ranges of tensors that `requests` name as F32 into their buffers, also from ranks'
-    /// files (shards) on other hosts. Reads the local blocks first. Then calls `fetch` once with
-    /// all remote blocks, sorted by shard and index. This call happens even if there are no remote
+    /// Reads the requested tensor elements as F32, and obtains the blocks that other hosts store
+    /// through the callback `fetch`. Reads the local blocks first. Then calls `fetch` once with all
+    /// remote blocks, sorted by shard and index. This call happens even if there are no remote
     /// blocks or a local block could not be read. `fetch` must pass each block in this order to the
     /// sink, which verifies the block.
     ///
@@ -290,9 +290,9 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Copies the requested elements to the buffers of `requests` as the bytes that the checkpoint
-    /// stores, without conversion to F32. Gets the blocks of shards on other hosts through `fetch`.
-    /// BF16 elements fill only the second half of the bytes of their buffer.
+    /// Copies the requested tensor elements to the buffers of `requests` in the dtype in which the
+    /// checkpoint stores them. Gets the blocks of shards on other hosts through `fetch`. BF16
+    /// elements fill only the second half of the bytes of their buffer.
     fn read_stored_elements(
         &self,
         requests: &mut [F32ReadRequest<'_>],
@@ -323,9 +323,9 @@ impl Checkpoint {
         read.and(fetched)
     }
 
-    /// Reads the range `run` of 1 MiB blocks of a rank's file (shard) on this host, and passes each
-    /// block to `sink` without verifying its hash. These blocks are for a rank on another host,
-    /// which verifies them when it receives them.
+    /// Reads the 1 MiB blocks `run` of a shard that this host stores, and passes them to `sink`
+    /// without verifying their hashes. These blocks are for a rank on another host, which verifies
+    /// them when it receives them.
     pub fn read_blocks(&self, run: &BlockRange, sink: &mut BlockSink<'_>) -> Result<()> {
         let file = self.manifest.files.get(run.file).filter(|f| run.blocks.end <= f.blocks.len() as u64);
         let file = file.ok_or_else(|| {
@@ -337,8 +337,8 @@ impl Checkpoint {
         )
     }
 
-    /// Reads blocks of ranks' files (shards) on this host for all requests in `jobs`, and passes
-    /// each block to `sink`, in the order of the requests.
+    /// Reads the 1 MiB blocks of local shards that `jobs` requests, and passes each block to `sink`
+    /// in the order of the requests.
     fn read_requested_blocks(&self, jobs: &[BlockRequest], sink: &mut BlockSink<'_>) -> Result<()> {
         let open = |file: usize| {
             let name = &self.manifest.files[file].name;
@@ -360,9 +360,8 @@ impl Checkpoint {
         })
     }
 
-    /// Divides a request for elements of a tensor into reads of byte ranges of the ranks' files
-    /// (shards) that store these elements, and appends the reads to `reads`. Fails if the tensor or
-    /// the range does not exist.
+    /// Adds to `reads` the byte ranges of ranks' files that store the tensor elements of `request`.
+    /// Fails if the tensor or the range does not exist.
     fn append_byte_reads<'a>(
         &self,
         request: &'a mut F32ReadRequest<'_>,
@@ -416,9 +415,9 @@ impl Checkpoint {
         Err(CkptError::from_damage(&self.path, damage))
     }
 
-    /// Converts an error of reading the blocks that the request `job` names to an error about this
-    /// checkpoint. An I/O error becomes [`CkptError::Damaged`] with the names of the tensors in
-    /// these blocks.
+    /// Converts the error `e` of reading the blocks in `job` to an error that names this checkpoint
+    /// and the damaged file. An I/O error becomes [`CkptError::Damaged`] with the names of the
+    /// tensors in these blocks.
     fn convert_read_error(&self, job: &BlockRequest, e: &CkptError) -> CkptError {
         let path = self.path().to_owned();
         match e {
@@ -532,8 +531,8 @@ impl TensorSource for Checkpoint {
     }
 }
 
-/// Converts the BF16 numbers in the second half of the bytes of `out` to F32, so that the results
-/// fill `out`.
+/// Converts the BF16 values that occupy the second half of the buffer `out` to F32 values that
+/// occupy the whole buffer.
 fn widen_bf16_in_place(out: &mut [f32]) {
     let len = out.len();
     for i in 0..len {
@@ -544,7 +543,7 @@ fn widen_bf16_in_place(out: &mut [f32]) {
     }
 }
 
-/// Copies verified blocks of ranks' files to the buffers of the reads that need their bytes. The
+/// Verifies blocks of ranks' files and copies their bytes to the buffers of the pending reads. The
 /// caller must sort the reads by shard and offset, and must pass the blocks in the same order.
 struct BlockScatter<'s, 'a> {
     checkpoint: &'s Checkpoint,
@@ -554,8 +553,8 @@ struct BlockScatter<'s, 'a> {
 }
 
 impl BlockScatter<'_, '_> {
-    /// Verifies a block of the rank file (shard) number `file`, and copies its bytes to the buffers
-    /// of all reads that overlap the block.
+    /// Verifies the block with the index `block` of the shard with the index `file`, and copies its
+    /// bytes to all reads that need them.
     fn scatter_block(&mut self, file: usize, block: u64, bytes: &[u8]) -> Result<()> {
         self.checkpoint.verify_block(file, block, bytes)?;
         let at = block * BLOCK_BYTES as u64;

@@ -1,5 +1,5 @@
-//! [`Manifest`]: the content of `manifest.json`, which describes a native checkpoint (in launch's
-//! own format): tensors, files, hashes, and the run that saved it.
+//! [`Manifest`]: the content of `manifest.json`, which lists the tensors and files of a checkpoint
+//! in launch's own format.
 //!
 //! The file begins with `{"blake3":"<64 hex digits>",`. The hash covers the whole file with zeros
 //! in place of these digits, so that every flipped bit is detected. A hash is not a signature, so
@@ -27,18 +27,18 @@ const MANIFEST_BYTES_MAX: u64 = 256 << 20;
 /// The value of the field `format` in `manifest.json`, by which a checkpoint in launch's own format
 /// is recognized.
 const FORMAT_NAME: &str = "launch checkpoint";
-/// The version number of manifests of checkpoints that use no later feature (parity files, hosts of
-/// shards, BF16 weights). Every version of the program reads them.
+/// The version number of manifests without parity files, without a list of hosts and without BF16
+/// weights. Every version of the program reads them.
 const BASE_VERSION: u32 = 1;
-/// The version number of manifests that list parity files (XOR redundancy) or the host of each
-/// rank's file (shard).
+/// The manifest version of a checkpoint that has parity files (XOR redundancy) or records which
+/// host stores each shard.
 const PARITY_AND_HOSTS_VERSION: u32 = 2;
 /// The version number of manifests of checkpoints with BF16 weights. Such a manifest may also have
 /// parity and hosts.
 const BF16_VERSION: u32 = 3;
 /// Maximum number of hosts that store parts of one checkpoint.
 const HOSTS_MAX: usize = 65_536;
-/// Maximum number of files with tensors (shards) of one checkpoint, and also of its parity files.
+/// Maximum number of shards of one checkpoint, and maximum number of parity files.
 const SHARDS_MAX: usize = 65_536;
 
 /// The content of `manifest.json`, which describes a checkpoint in launch's own (native) format.
@@ -75,7 +75,8 @@ struct ManifestHeader {
     version: u32,
 }
 
-/// What a manifest states about one rank's file (shard) or parity file: name, size and hashes.
+/// The name, size and block hashes of one shard or parity file, as the manifest of a checkpoint
+/// states them.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct FileEntry {
@@ -105,8 +106,8 @@ pub(crate) struct TensorEntry {
     pub(crate) pieces: Vec<TensorPieceEntry>,
 }
 
-/// What a manifest states about a piece of a tensor: which consecutive elements it has, and where
-/// in a rank's file (shard) they are stored.
+/// The entry of a manifest for consecutive elements of one tensor: their range in the tensor, and
+/// their offset in a rank's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct TensorPieceEntry {
@@ -121,13 +122,13 @@ pub(crate) struct TensorPieceEntry {
 }
 
 impl TensorPieceEntry {
-    /// Returns which of the tensor's elements this piece contains. An end that overflows becomes
-    /// `u64::MAX`, which [`element_ranges::find_coverage_error`] rejects.
+    /// Returns the range of indices, within the tensor, of the elements in this piece. An end that
+    /// overflows becomes `u64::MAX`, which [`element_ranges::find_coverage_error`] rejects.
     pub(crate) fn element_range(&self) -> Range<u64> {
         self.start..self.start.saturating_add(self.count)
     }
 
-    /// Returns the byte range of the piece in its rank's file (shard), if its elements have the
+    /// Returns the range of bytes that this piece occupies in its rank's file, for elements of the
     /// dtype `dtype`.
     pub(crate) fn byte_range(&self, dtype: Dtype) -> Range<u64> {
         self.offset..self.offset.saturating_add(self.count.saturating_mul(dtype.size()))
@@ -140,7 +141,7 @@ impl TensorEntry {
         format!("{}/{}", self.role, self.name)
     }
 
-    /// Returns the number of elements of the tensor, or `u64::MAX` if the shape is impossible.
+    /// Returns the number of elements of the tensor, or `u64::MAX` if the number overflows.
     pub(crate) fn element_count(&self) -> u64 {
         count_elements(&self.shape).unwrap_or(u64::MAX)
     }
@@ -188,9 +189,9 @@ impl Manifest {
         }
     }
 
-    /// Returns this manifest, completed with `hosts`, the hosts that store the checkpoint, and with
-    /// the host of each rank's file (shard). `host_of[r]` is the index in `hosts` of the host that
-    /// stores the shard of rank r.
+    /// Adds the hosts that store the checkpoint to the manifest, and records for each shard which
+    /// of the hosts stores it. `host_of[r]` is the index in `hosts` of the host that stores the
+    /// shard of rank r.
     pub(crate) fn with_hosts(mut self, hosts: Vec<StorageHost>, host_of: &[usize]) -> Manifest {
         self.hosts = hosts;
         self.version = self.choose_oldest_version();
@@ -200,8 +201,8 @@ impl Manifest {
         self
     }
 
-    /// Returns the host that stores the rank file (shard) number `file`, or `None` if the manifest
-    /// records no hosts.
+    /// Returns the host that stores the shard with the index `file`, or `None` if the manifest
+    /// records no host for it.
     pub(crate) fn shard_host(&self, file: usize) -> Option<&StorageHost> {
         self.hosts.get(self.files.get(file)?.host?)
     }
@@ -281,19 +282,19 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Returns the total size of all ranks' files (shards) in bytes.
+    /// Returns the total size in bytes of the shards of all ranks.
     pub(crate) fn total_shard_bytes(&self) -> u64 {
         self.files.iter().map(|f| f.bytes).sum()
     }
 
-    /// Iterates over the entries of all ranks' files (shards), and then over those of all parity
+    /// Iterates over the manifest's entries of all shards, and then over its entries of all parity
     /// files.
     pub(crate) fn all_files(&self) -> impl Iterator<Item = &FileEntry> {
         self.files.iter().chain(self.parity.iter().flatten())
     }
 
-    /// Returns the labels `role/name` of the tensors that have bytes in the block number `block` of
-    /// a rank's file (shard).
+    /// Returns the names, as `role/name`, of the tensors with bytes in the 1 MiB block `block` of
+    /// the shard with the index `file`.
     pub(crate) fn tensors_in_block(&self, file: usize, block: u64) -> Vec<String> {
         let (start, end) = (block * BLOCK_BYTES as u64, (block + 1) * BLOCK_BYTES as u64);
         let inside = |t: &TensorEntry, e: &TensorPieceEntry| {
@@ -338,8 +339,8 @@ impl Manifest {
         self.check_complete(&seen)
     }
 
-    /// Fails if the manifest does not list one file (shard) per rank, or if such a file has an
-    /// unexpected name or number of block hashes.
+    /// Fails if the manifest does not list exactly one shard per rank, with the expected file name
+    /// and number of block hashes.
     fn check_files(&self) -> std::result::Result<(), ManifestError> {
         if self.files.len() as u64 != u64::from(self.facts.world) {
             return Err(ManifestError::ShardCount { shards: self.files.len(), world: self.facts.world });
@@ -361,8 +362,8 @@ impl Manifest {
         Ok(())
     }
 
-    /// Fails if a host in the manifest is invalid or listed twice, or if the host of a rank's file
-    /// (shard) is not listed. In a manifest without hosts, fails if a shard has a host.
+    /// Fails if the manifest lists an invalid host or a host twice, or assigns a shard to a host
+    /// that it does not list. In a manifest without hosts, fails if a shard has a host.
     fn check_hosts(&self) -> std::result::Result<(), ManifestError> {
         if self.hosts.is_empty() {
             return match self.files.iter().all(|f| f.host.is_none()) {
@@ -386,9 +387,8 @@ impl Manifest {
         }
     }
 
-    /// Fails if the name, dtype or shape of a tensor is impossible, if its pieces don't contain
-    /// each element exactly once, or if a piece is outside of its rank's file (shard). Adds the
-    /// byte ranges of the pieces to `spans`, by shard.
+    /// Fails if a tensor's entry in the manifest is invalid, such as one that omits elements or
+    /// stores an element twice. Adds the byte ranges of the pieces to `spans`, by shard.
     fn check_tensor(
         &self,
         tensor: &TensorEntry,
@@ -423,9 +423,9 @@ impl Manifest {
         Ok(())
     }
 
-    /// Fails if the manifest lacks a tensor of the model or of the optimizer state, lists further
-    /// tensors, or states another shape than the model has. `found` maps each tensor of the
-    /// manifest to its shape.
+    /// Fails if the tensors in the manifest are not exactly the weights of the model and their
+    /// optimizer states, with matching shapes. `found` maps each tensor of the manifest to its
+    /// shape.
     fn check_complete(
         &self,
         found: &HashMap<(TensorRole, &str), &[u64]>,
@@ -467,8 +467,7 @@ impl Manifest {
         }
     }
 
-    /// Lists the pieces of tensors that each rank's file (shard) contains, sorted by their byte
-    /// ranges.
+    /// Lists the pieces of tensors in each rank's shard, sorted by their byte offsets in the shard.
     pub(crate) fn list_pieces_by_shard(&self) -> Vec<Vec<ShardPiece<'_>>> {
         let mut shards: Vec<Vec<ShardPiece<'_>>> = self.files.iter().map(|_| Vec::new()).collect();
         for (index, tensor) in self.tensors.iter().enumerate() {
@@ -485,7 +484,8 @@ impl Manifest {
     }
 }
 
-/// A piece of a tensor that a rank's file (shard) contains, together with the entry of the tensor.
+/// Consecutive elements of a tensor that one rank's shard contains, together with the manifest's
+/// entry of the tensor.
 #[derive(Clone, Copy)]
 pub(crate) struct ShardPiece<'m> {
     /// Index of the tensor in the manifest.
@@ -495,12 +495,12 @@ pub(crate) struct ShardPiece<'m> {
 }
 
 impl ShardPiece<'_> {
-    /// Returns the byte range of the piece in its rank's file (shard).
+    /// Returns the range of bytes that this piece of a tensor occupies in the rank's shard.
     pub(crate) fn byte_range(&self) -> Range<u64> {
         self.piece.byte_range(self.tensor.dtype)
     }
 
-    /// Returns the name of the piece in the safetensors header of its rank's file (shard).
+    /// Returns the name of this piece of a tensor in the safetensors header of the rank's shard.
     pub(crate) fn header_key(&self) -> String {
         safetensors::format_piece_key(self.tensor.role, &self.tensor.name, self.piece.start)
     }

@@ -1,5 +1,5 @@
-//! [`MemoryShard`]: a rank's file of a checkpoint (shard, in launch's own format) that is stored in
-//! memory.
+//! [`MemoryShard`]: one rank's shard of a checkpoint that is stored in the memory of a host instead
+//! of in a file on disk.
 use crate::codec::disk::BlockReader;
 use crate::error::{CkptError, Result};
 use std::fs::File;
@@ -7,8 +7,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// A rank's part (shard) of a checkpoint in launch's own format, in a byte range of a memory file
-/// (memfd), which may contain other shards, too.
+/// One rank's shard of a checkpoint, stored as a byte range of a memory file (memfd) on this host.
 #[derive(Clone, Debug)]
 pub struct MemoryShard {
     file: Arc<File>,
@@ -16,8 +15,8 @@ pub struct MemoryShard {
 }
 
 impl MemoryShard {
-    /// Creates a handle to the rank's part of a checkpoint (shard) in the byte range `bytes` of the
-    /// memory file `file`.
+    /// Creates a [`MemoryShard`] for the shard that the memory file `file` contains at the byte
+    /// range `bytes`.
     pub(crate) fn new(file: Arc<File>, bytes: Range<u64>) -> MemoryShard {
         MemoryShard { file, bytes }
     }

@@ -1,5 +1,5 @@
-//! Native checkpoints (those in launch's own format): directories `step-N` with a manifest and one
-//! file (shard) per rank.
+//! Reads checkpoints in launch's own format, which are directories `step-N` with a manifest and one
+//! shard per rank.
 mod checkpoint;
 mod manifest;
 mod memory_shard;

@@ -1,5 +1,5 @@
-//! Divides the parity data (XOR redundancy) of a checkpoint in launch's own format among the ranks:
-//! which blocks each rank's parity file contains. Does no I/O.
+//! Computes which blocks of a checkpoint's parity data (XOR redundancy over the shards) each rank
+//! stores in its parity file. Does no I/O.
 use crate::codec::disk::BLOCK_BYTES;
 use crate::error::ManifestError;
 use std::ops::Range;
@@ -10,9 +10,8 @@ pub(crate) fn parity_file_name(rank: u32, world: u32) -> String {
     format!("parity-{rank:05}-of-{world:05}.bin")
 }
 
-/// Computes which blocks of the parity data (XOR redundancy over all ranks' files) the parity file
-/// of `rank` contains, and the size of this file in bytes. `sizes` are the sizes of all shards in
-/// bytes.
+/// Returns the range of parity blocks that the parity file of `rank` contains, and the size of this
+/// file in bytes. `sizes` are the sizes of all shards in bytes.
 pub(crate) fn compute_parity_blocks_of_rank(sizes: &[u64], rank: u32) -> (Range<u64>, u64) {
     let block = BLOCK_BYTES as u64;
     let longest = sizes.iter().copied().max().unwrap_or(0);
@@ -24,9 +23,9 @@ pub(crate) fn compute_parity_blocks_of_rank(sizes: &[u64], rank: u32) -> (Range<
     (start..end, bytes)
 }
 
-/// Fails if the parity files that a manifest lists do not fit ranks' files (shards) with the sizes
-/// `sizes`, in bytes. `parity` has the name, the size in bytes and the number of blocks of each
-/// parity file, in the order of the ranks.
+/// Fails if the number, names or sizes of a checkpoint's parity files are not those that follow
+/// from the shard sizes `sizes`. `parity` has the name, the size in bytes and the number of blocks
+/// of each parity file, in the order of the ranks.
 pub(crate) fn check_parity_files<'a>(
     sizes: &[u64],
     parity: impl ExactSizeIterator<Item = (&'a str, u64, u64)>,

@@ -1,11 +1,11 @@
-//! [`RemoteShards`]: finds out which ranks' files (shards) of a checkpoint are on other hosts, if
-//! the hosts do not share a checkpoint directory.
+//! [`RemoteShards`]: determines which shards of a checkpoint are stored on other hosts, if the
+//! hosts do not share a checkpoint directory.
 use super::manifest::Manifest;
 use super::storage_host::StorageHost;
 use crate::codec::disk;
 use std::path::Path;
 
-/// The ranks' files (shards) of a checkpoint that are stored on other hosts, in directories that
+/// Determines for each shard of a checkpoint whether another host stores it in a directory that
 /// this host does not see.
 pub(crate) struct RemoteShards<'m> {
     manifest: &'m Manifest,
@@ -14,9 +14,9 @@ pub(crate) struct RemoteShards<'m> {
 }
 
 impl<'m> RemoteShards<'m> {
-    /// Reads the id of this host, by which shards on other hosts are recognized, from the directory
-    /// that contains the checkpoint `path`. Without an id, every shard for which the manifest
-    /// records a host counts as remote.
+    /// Prepares the search for shards on other hosts, by reading the id of this host from the
+    /// directory that contains the checkpoint `path`. Without an id, every shard for which the
+    /// manifest records a host counts as remote.
     pub(crate) fn new(path: &Path, manifest: &'m Manifest) -> Self {
         let local_id = match manifest.hosts.is_empty() {
             true => None,
@@ -25,8 +25,8 @@ impl<'m> RemoteShards<'m> {
         RemoteShards { manifest, local_id }
     }
 
-    /// Returns the host that stores the rank file (shard) number `file`, if that is another host
-    /// than this one. Returns `None` if this host stores it, or the manifest records no hosts.
+    /// Returns the host, other than this one, that stores the shard with the index `file`. Returns
+    /// `None` if this host stores it, or the manifest records no hosts.
     pub(crate) fn remote_host(&self, file: usize) -> Option<&'m StorageHost> {
         self.manifest.shard_host(file).filter(|host| Some(&host.id) != self.local_id.as_ref())
     }

@@ -1,5 +1,5 @@
-//! Names and lists the checkpoints in launch's own (native) format in a checkpoint directory, and
-//! reads the file `latest`, which names the newest one.
+//! Names and lists the directories `step-N` of checkpoints in launch's own format, and reads the
+//! file `latest` with the name of the newest one.
 use crate::codec::disk::{Directory, path_exists};
 use crate::error::{CkptError, DamageReason, MissingPart, Result};
 use crate::format_constants::MANIFEST_FILE;
@@ -12,8 +12,8 @@ pub(crate) const LATEST_FILE: &str = "latest";
 pub(crate) const SAVING_PREFIX: &str = ".saving-";
 /// Prefix of the name that a checkpoint has while it is being removed.
 pub(crate) const DELETING_PREFIX: &str = ".deleting-";
-/// Prefix of the name that an old checkpoint has while a new one replaces it, on file systems that
-/// cannot exchange two names atomically.
+/// Prefix of an old checkpoint's directory name while a new checkpoint of an equal step is renamed
+/// to the final name.
 pub(crate) const REPLACED_PREFIX: &str = ".replaced-";
 /// Name of the temporary file that becomes the file `latest` when it is complete.
 pub(crate) const LATEST_TEMP_FILE: &str = ".latest-new";
@@ -45,16 +45,15 @@ pub(crate) fn locate_step_checkpoint(root: &Path, step: u64) -> Option<PathBuf> 
     [root.join(&name), root.join(format!("{REPLACED_PREFIX}{name}"))].into_iter().find(|p| has_manifest(p))
 }
 
-/// Returns true if `path` is a directory, and not a symbolic link, that contains `manifest.json`,
-/// as a checkpoint in launch's own (native) format does.
+/// Returns true if `path` is a directory with a file `manifest.json`, by which checkpoints in
+/// launch's own format are recognized.
 fn has_manifest(path: &Path) -> bool {
     let is_dir = path.symlink_metadata().is_ok_and(|m| m.is_dir());
     is_dir && path.join(MANIFEST_FILE).symlink_metadata().is_ok_and(|m| m.is_file())
 }
 
-/// Lists the steps of all entries of the directory `root` that have the name of a checkpoint in
-/// launch's own format (`step-…`), newest first. Does not check whether these entries contain a
-/// manifest.
+/// Lists the steps in the names `step-…` of entries of the directory `root`, also of checkpoints
+/// that are being replaced, newest first. Does not check whether these entries contain a manifest.
 pub(crate) fn list_steps(root: &Path) -> Result<Vec<u64>> {
     let mut steps = Vec::new();
     for entry in std::fs::read_dir(root).map_err(CkptError::io("list", root))? {
@@ -67,9 +66,8 @@ pub(crate) fn list_steps(root: &Path) -> Result<Vec<u64>> {
     Ok(steps)
 }
 
-/// Lists steps and paths of the checkpoints in launch's own (native) format in the directory
-/// `root`, newest first: the subdirectories `step-…` with a manifest. The list is empty if `root`
-/// does not exist.
+/// Lists the step and the path of each checkpoint in launch's own format in the directory `root`,
+/// newest first. The list is empty if `root` does not exist.
 pub fn list_checkpoints(root: &Path) -> Result<Vec<(u64, PathBuf)>> {
     if !path_exists(root) {
         return Ok(Vec::new());

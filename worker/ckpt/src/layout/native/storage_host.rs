@@ -14,7 +14,7 @@ pub(crate) const HOST_ID_LEN: usize = 32;
 /// Maximum length in bytes of a host's name in the manifest of a checkpoint.
 pub(crate) const HOST_NAME_BYTES_MAX: usize = 255;
 
-/// A host that stores ranks' files (shards) in a checkpoint directory that other hosts do not see.
+/// A host that stores shards in a checkpoint directory that other hosts do not see.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StorageHost {

@@ -1,4 +1,5 @@
-//! Finds out whether this process can use AMX ([`detect`]).
+//! [`detect`]: finds out whether the CPU, the operating system and the hypervisor allow this
+//! process to use AMX, and whether AMX computes correctly.
 //!
 //! The CPU, the operating system and the hypervisor must support AMX, and the kernel must permit
 //! its use to the process. The permission holds for all threads. Results are also compared with the
@@ -8,7 +9,7 @@ use crate::cpu::x86;
 use std::arch::{asm, x86_64::__cpuid_count};
 use std::sync::OnceLock;
 
-/// Whether this process can use AMX.
+/// Result of the check for AMX: usable, missing, or unusable because of wrong results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AmxSupport {
     /// The CPU, the hypervisor or the kernel does not support AMX for bf16.
@@ -19,8 +20,9 @@ pub(crate) enum AmxSupport {
     Usable,
 }
 
-/// Returns whether this process can use AMX. On the first call, asks the kernel for the permission,
-/// and compares results of the instructions with the rule.
+/// Checks whether this process can use AMX: the machine has AMX, the kernel permits its use, and
+/// its results are right. On the first call, asks the kernel for the permission, and compares
+/// results of the instructions with the rule.
 ///
 /// The AMX instructions are executed only if this machine has them, or if the library that emulates
 /// them for tests is loaded.
@@ -41,12 +43,12 @@ pub(crate) fn detect() -> AmxSupport {
 
 /// Bits of register EDX of CPUID's leaf 7 that a CPU with AMX for bf16 sets: AMX-BF16 and AMX-TILE.
 const CPUID_AMX_BITS: u32 = 1 << 22 | 1 << 24;
-/// Bits of the register XCR0 that an operating system sets if it saves the tiles and their
+/// Bits of the register XCR0 which show that the operating system saves the AMX tiles and their
 /// configuration when it switches threads.
 const XCR0_TILE_BITS: u32 = 1 << 17 | 1 << 18;
 
-/// Returns true if the CPU, as the hypervisor shows it, has AMX for bf16, and the operating system
-/// saves its registers. This machine must have AVX-512.
+/// Returns true if CPUID reports AMX for bf16, and the operating system saves the AMX registers.
+/// This machine must have AVX-512.
 fn cpu_and_system_have_amx() -> bool {
     let features = __cpuid_count(7, 0);
     let (xcr0, _high): (u32, u32);
@@ -59,9 +61,11 @@ fn cpu_and_system_have_amx() -> bool {
 
 /// Number of the system call arch_prctl of Linux.
 const SYS_ARCH_PRCTL: i64 = 158;
-/// The function of arch_prctl by which a process asks for the permission to use a large register.
+/// The function of the system call arch_prctl with which a process asks for the permission to use
+/// large registers.
 const ARCH_REQ_XCOMP_PERM: u64 = 0x1023;
-/// Number of the tile data among the registers for which a process asks.
+/// Number of the AMX tile data in the list of large registers for which a process asks Linux for
+/// permission.
 const XFEATURE_TILE_DATA: u64 = 18;
 
 /// Asks the kernel for the permission to use tiles in all threads of this process. Returns whether

@@ -1,4 +1,5 @@
-//! Divides a bf16 matmul into packed operands, tasks and blocks for AMX ([`matmul_bf16`]).
+//! [`matmul_bf16`]: multiplies bf16 matrices with AMX in blocks and parallel tasks, whose operands
+//! are usually first copied in the order of their use.
 //!
 //! The depth is divided into slabs. For each slab, a part of the right operand is packed, in
 //! parallel, and then multiplied by all rows of the left operand. The left operand is read in place
@@ -20,27 +21,32 @@ use crate::cpu::packing::MatmulShape;
 use crate::ops::WriteMode;
 use std::ops::Range;
 
-/// Maximum depth of a matmul whose result is rounded to 16 bits as soon as a block is complete. All
-/// terms of such a matmul are packed at once.
+/// Maximum depth (number of terms of each sum) of an AMX matmul that rounds its results to 16 bits
+/// or adds a bias. All terms of such a matmul are packed at once.
 pub(crate) const MAX_ROUNDED_DEPTH: usize = 4096;
-/// Maximum number of terms that one slab (the part of the operands that is packed at once) has.
+/// Maximum number of terms of each sum for which the operands of an AMX matmul are packed (copied
+/// in the order of their use) at a time.
 const MAX_SLAB_DEPTH: usize = MAX_ROUNDED_DEPTH;
-/// Maximum number of elements of an operand that are packed at once: 4 MiB, unless 32 rows (or
-/// columns) have more.
+/// Maximum number of bf16 elements of an operand that are packed (copied in the order of their use)
+/// at a time, 4 MiB in total. 32 rows (or columns) with more elements are packed, too.
 const MAX_PACKED_LEN: usize = 2 << 20;
-/// Maximum number of terms in one pass of a task. Shorter passes, for which the operands would fit
-/// into the L1 cache, load and store the blocks of the result more often, which costs more.
+/// Maximum number of terms that a parallel task adds to each element of the result in one pass over
+/// both operands. Shorter passes, for which the operands would fit into the L1 cache, load and
+/// store the blocks of the result more often, which costs more.
 const MAX_PASS_DEPTH: usize = 1024;
-/// Maximum number of rows and columns of a task's part of the result. The `f32` elements then take
-/// 256 KiB of the L2 cache of 2 MiB, and each operand of a pass 512 KiB.
+/// Maximum number of rows and of columns of the part of a matmul's result that one parallel task
+/// computes. The `f32` elements then take 256 KiB of the L2 cache of 2 MiB, and each operand of a
+/// pass 512 KiB.
 const MAX_TASK_SIDE: usize = 256;
-/// Minimum number of rows and columns of a task's part of the result.
+/// Minimum number of rows and of columns of the part of a matmul's result that one parallel task
+/// computes.
 const MIN_TASK_SIDE: usize = 64;
-/// Rows of the left operand that are a multiple of this number of bytes apart are packed, because
-/// they would fall into the same sets of the L1 cache.
+/// Row distance in bytes at whose multiples the rows of the left operand are copied before use,
+/// because such rows compete for the same L1 cache sets.
 const CONFLICTING_STRIDE_BYTES: usize = 4096;
 
-/// Returns the length of equal parts of `len`, each at most `max` and a multiple of `unit`.
+/// Divides `len` into as few parts as possible of at most `max`, and returns their common length,
+/// rounded up to a multiple of `unit`.
 fn choose_part_len(len: usize, max: usize, unit: usize) -> usize {
     let parts = len.div_ceil(max.max(unit)).max(1);
     len.div_ceil(parts).next_multiple_of(unit)
@@ -102,13 +108,13 @@ pub(crate) unsafe fn matmul_bf16(
     }
 }
 
-/// Returns the number of `f32` elements whose memory the packed rows (or columns) take, rounded up
-/// to pairs of panels, because a block has 32 columns.
+/// Returns the size, in `f32` elements, of the scratch memory for packed (copied) bf16 elements,
+/// for the given rows and terms, with padding to 32 rows.
 fn packed_f32_len(rows: &Range<usize>, depth: &Range<usize>) -> usize {
     compute_packed_len(rows.len().next_multiple_of(BLOCK_COLUMNS), depth.len()) / 2
 }
 
-/// Returns true if tiles can be loaded from the left operand itself.
+/// Returns true if AMX can load tiles of the left operand `a` directly, without a packed copy.
 fn can_be_read_in_place(a: Bf16Operand, m: usize, k: usize) -> bool {
     a.depth_stride == 1
         && m >= TILE_ROWS
@@ -116,7 +122,8 @@ fn can_be_read_in_place(a: Bf16Operand, m: usize, k: usize) -> bool {
         && !(a.row_stride * 2).is_multiple_of(CONFLICTING_STRIDE_BYTES)
 }
 
-/// The tiles of the left operand for one slab (the terms that are packed at once).
+/// The tiles of a matmul's left operand for a range of terms, either in a packed copy or in the
+/// memory of the operand.
 #[derive(Clone, Copy)]
 struct LeftOperand<'a> {
     /// The elements, beginning with the first tile.
@@ -132,14 +139,16 @@ struct LeftOperand<'a> {
 }
 
 impl<'a> LeftOperand<'a> {
-    /// Describes packed panels of `depth` terms, the first of which begins with row `first_row`.
+    /// Creates the description of a packed left operand with `depth` terms per row, whose first row
+    /// is row `first_row` of the matrix.
     fn from_packed(data: &'a [u16], first_row: usize, depth: usize) -> Self {
         let tile_stride = TILE_ROWS * depth.next_multiple_of(TILE_DEPTH);
         let step_stride = TILE_BYTES / 2;
         LeftOperand { data, first_row, in_place_rows: None, row_stride: TILE_DEPTH, tile_stride, step_stride }
     }
 
-    /// Describes an operand with `m` rows that is read in place from term `first_term` on.
+    /// Creates the description of a left operand with `m` rows that is read without a packed copy,
+    /// beginning with term `first_term` of each row.
     fn in_place(a: Bf16Operand<'a>, m: usize, first_term: usize) -> Self {
         LeftOperand {
             data: &a.data[first_term..],
@@ -151,14 +160,16 @@ impl<'a> LeftOperand<'a> {
         }
     }
 
-    /// Returns the first row of a block that contains the rows from `row` on: `row`, or a row above
-    /// if the operand would end within the block. A packed operand ends with zeros.
+    /// Returns the first row of the block (16 or 32 rows) that is loaded to compute the rows from
+    /// `row` on. This is `row`, or a row above if the operand would end within the block. A packed
+    /// operand ends with zeros.
     fn find_block_start(&self, row: usize, height: BlockHeight) -> usize {
         self.in_place_rows.map_or(row, |m| row.min(m - height.rows()))
     }
 
-    /// Returns the address of the tile that begins with `row` and step `step`. Panics if `steps`
-    /// steps of a block from there on would be out of bounds.
+    /// Returns the address of the tile of the left operand that begins at row `row` and at term
+    /// `step` · [`TILE_DEPTH`]. Panics if `steps` steps of a block from there on would be out of
+    /// bounds.
     fn get_checked_address(&self, row: usize, step: usize, height: BlockHeight, steps: usize) -> *const u16 {
         let row = row - self.first_row;
         let first_tile = match self.in_place_rows {
@@ -173,8 +184,8 @@ impl<'a> LeftOperand<'a> {
     }
 }
 
-/// A part of a matmul whose right operand is packed: some terms, and some rows and columns of the
-/// result.
+/// A part of a matmul for which the right operand is packed (copied in the order of its use): a
+/// range of terms, and some rows and columns of the result.
 struct Slab<'a> {
     c: ResultMatrix<'a>,
     left: LeftOperand<'a>,
@@ -187,7 +198,8 @@ struct Slab<'a> {
 }
 
 impl Slab<'_> {
-    /// Computes the part of the result with these rows and columns in parallel tasks.
+    /// Computes the rows `rows` and columns `columns` of the result, for this object's range of
+    /// terms, with parallel tasks.
     fn run(&self, cpu: &Cpu, rows: Range<usize>, columns: Range<usize>) {
         let tasks = if cpu.pool.thread_count() == 1 { 1 } else { cpu.pool.thread_count() * 3 };
         let (task_rows, task_columns) = choose_task_shape(rows.len(), columns.len(), tasks);
@@ -206,7 +218,8 @@ impl Slab<'_> {
         });
     }
 
-    /// Computes one part of the result on the current thread, in passes over a few hundred terms.
+    /// Computes the part `part` of the result on the current thread, in passes over at most
+    /// [`MAX_PASS_DEPTH`] terms of each sum.
     ///
     /// # Safety
     ///
@@ -251,8 +264,9 @@ impl Slab<'_> {
         unsafe { self.write_completed(&blocks, completed) };
     }
 
-    /// Computes the products of the terms `terms` for one block of the result. The right operand's
-    /// columns begin with the panel `panel`.
+    /// Multiplies the terms `terms` of both operands for one block of the result (16 or 32 rows by
+    /// 32 columns), and stores the sums in `block`. The right operand's columns begin with the
+    /// panel `panel`.
     ///
     /// # Safety
     ///
@@ -286,8 +300,8 @@ impl Slab<'_> {
         unsafe { tiles.multiply(strip.height, &product) };
     }
 
-    /// Writes a complete block to the result, if there is one: the index of its first element in
-    /// `blocks`, its strip and its columns.
+    /// Writes a computed block from scratch memory to the result, if `block` is not `None`. `block`
+    /// is the index of its first element in `blocks`, its rows (strip) and its columns.
     ///
     /// # Safety
     ///
@@ -302,8 +316,8 @@ impl Slab<'_> {
     }
 }
 
-/// Returns the numbers of rows and columns of each task's part of the result. Parts are halved
-/// until there are `tasks` of them, or they are small.
+/// Chooses how many rows and columns of the result each parallel task computes, and returns both
+/// numbers. Parts are halved until there are `tasks` of them, or they are small.
 fn choose_task_shape(rows: usize, columns: usize, tasks: usize) -> (usize, usize) {
     let mut shape = [rows, columns].map(|len| choose_part_len(len, MAX_TASK_SIDE, BLOCK_COLUMNS));
     while rows.div_ceil(shape[0]) * columns.div_ceil(shape[1]) < tasks {
@@ -316,7 +330,7 @@ fn choose_task_shape(rows: usize, columns: usize, tasks: usize) -> (usize, usize
     shape.into()
 }
 
-/// The part of the result that one task computes.
+/// The rows and columns of the result that one parallel task computes.
 struct ResultPart {
     rows: Range<usize>,
     columns: Range<usize>,
@@ -324,7 +338,7 @@ struct ResultPart {
     first_panel: usize,
 }
 
-/// Rows of the result that are computed together, as blocks of 16 or 32 rows.
+/// A group of up to 16 or 32 consecutive rows of the result that AMX computes together.
 #[derive(Debug)]
 struct Strip {
     rows: Range<usize>,
@@ -335,8 +349,8 @@ struct Strip {
 }
 
 impl ResultPart {
-    /// Divides the rows of this part of the result into strips: as many of 32 rows as fit, and then
-    /// strips of at most 16.
+    /// Divides the rows of this part of the result into groups (strips) of 32 rows, and the
+    /// remaining rows into groups of at most 16.
     fn list_strips(&self, left: &LeftOperand) -> Vec<Strip> {
         let mut strips = Vec::new();
         let mut row = self.rows.start;

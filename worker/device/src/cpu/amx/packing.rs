@@ -1,4 +1,4 @@
-//! Copies bf16 operands of a matmul in the order in which tiles are loaded ([`pack`]).
+//! [`pack`]: copies bf16 operands of a matmul into the order in which AMX loads their tiles.
 //!
 //! A panel has 16 rows of the left operand, or 16 columns of the right operand. Its tiles of 32
 //! terms follow one another, 1 KiB each. A row of a tile of the left operand is 32 terms of one
@@ -26,8 +26,8 @@ pub(crate) struct Bf16Operand<'a> {
 }
 
 impl<'a> Bf16Operand<'a> {
-    /// Returns both operands of a matmul if AMX computes their product: on the instruction set AMX,
-    /// if both are bf16.
+    /// Returns both operands as bf16 operands if AMX can multiply them: if both are bf16, and
+    /// `instruction_set` is AMX.
     pub(crate) fn select(
         instruction_set: InstructionSet,
         operands: [Operand<'a>; 2],
@@ -45,7 +45,8 @@ impl<'a> Bf16Operand<'a> {
     }
 }
 
-/// The side of an operand, which determines the order of its elements in a tile.
+/// Whether an operand is the left or the right one of a matmul, which determines the order of the
+/// elements in its tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Side {
     /// A row of a tile has 32 terms of one row.
@@ -57,18 +58,19 @@ pub(super) enum Side {
 /// Number of elements in a tile of an operand.
 const TILE_LEN: usize = TILE_BYTES / 2;
 
-/// Number of panels that are packed together if neighbouring rows (or columns) are adjacent in
-/// memory, so that whole cache lines are read: 256 bytes.
+/// Number of groups of 16 rows or columns (panels) that are packed together to read whole cache
+/// lines when neighboring rows are adjacent in memory.
 const PANELS_PER_GROUP: usize = 8;
 
-/// Returns the number of elements that `rows` rows (or columns) of `depth` terms take when they are
-/// packed.
+/// Returns the number of elements, with padding to whole tiles, that `rows` rows (or columns) with
+/// `depth` terms each occupy in packed order.
 pub(super) fn compute_packed_len(rows: usize, depth: usize) -> usize {
     rows.next_multiple_of(TILE_ROWS) * depth.next_multiple_of(TILE_DEPTH)
 }
 
-/// Packs `rows` (or columns) of an operand on all threads, with the terms `depth` of each sum. `to`
-/// must have [`compute_packed_len`] elements and begin on a cache line.
+/// Copies the rows (or columns) `rows` of an operand, with the range `depth` of their terms, to
+/// `to` in the order of tiles, on all threads. `to` must have [`compute_packed_len`] elements and
+/// begin on a cache line.
 pub(super) fn pack(
     cpu: &Cpu,
     to: &mut [u16],
@@ -97,8 +99,9 @@ pub(super) fn pack(
     });
 }
 
-/// Packs a group of neighbouring panels. Panels whose rows are contiguous are packed one after
-/// another, and others together.
+/// Copies several neighboring panels (groups of 16 rows or columns) of an operand to `to` in the
+/// order of tiles. Panels whose rows are contiguous are packed one after another, and others
+/// together.
 ///
 /// # Safety
 ///
@@ -137,7 +140,8 @@ unsafe fn pack_group(
     }
 }
 
-/// The elements of one tile in an operand: at most 16 rows (or columns) and 32 terms.
+/// The elements of an operand that form one AMX tile: at most 16 rows (or columns) with 32 terms
+/// each.
 struct TileSource<'a> {
     operand: Bf16Operand<'a>,
     rows: Range<usize>,
@@ -145,8 +149,8 @@ struct TileSource<'a> {
 }
 
 impl TileSource<'_> {
-    /// Loads the rows of the tile, which are contiguous in memory: line `i` has the terms of row
-    /// `i`.
+    /// Loads a tile whose rows are contiguous in memory, so that vector `i` of the result contains
+    /// the terms of row `i`.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
     fn load_rows(&self) -> [__m512i; 16] {
@@ -161,8 +165,8 @@ impl TileSource<'_> {
         lines
     }
 
-    /// Loads the rows of the tile, which are adjacent in memory: line `p` has the terms `2p` and
-    /// `2p + 1` of each row.
+    /// Loads a tile in which elements of neighboring rows are adjacent in memory (a transposed
+    /// operand), so that vector `p` contains the terms `2p` and `2p + 1` of each row.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
     fn load_pairs(&self) -> [__m512i; 16] {
@@ -176,7 +180,8 @@ impl TileSource<'_> {
         lines
     }
 
-    /// Loads the term `p` of each row of the tile, and widens it to 32 bits with zeros.
+    /// Loads the term `p` of each of the tile's rows, and extends each 16-bit number to 32 bits
+    /// with zeros.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
     fn load_term(&self, p: usize) -> __m512i {
@@ -190,7 +195,7 @@ impl TileSource<'_> {
     }
 }
 
-/// Transposes 16 × 16 numbers of 32 bits.
+/// Transposes a 16 × 16 matrix of 32-bit numbers in vector registers.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 fn transpose(rows: [__m512i; 16]) -> [__m512i; 16] {

@@ -4,8 +4,8 @@ use crate::cpu::elements::{OutputSlices, round_slice, widen_slice};
 use crate::cpu::x86::Avx512;
 use std::ops::Range;
 
-/// The result of a matmul, of which parallel tasks write different blocks. Elements are `f32` or 16
-/// bits.
+/// The result matrix of a matmul in memory, of which parallel tasks write different blocks.
+/// Elements are `f32` or 16 bits.
 #[derive(Clone, Copy)]
 pub(super) struct ResultMatrix<'a> {
     /// The memory of the elements.
@@ -18,21 +18,22 @@ pub(super) struct ResultMatrix<'a> {
     pub(super) bias: Option<&'a [f32]>,
 }
 
-/// Returns the index of the first element of the 16 columns `half` (0 or 1) of row `row` in a
-/// block.
+/// Returns the index, within a block stored as 16 × 16 tiles, of row `row` in its left (`half` 0)
+/// or right (`half` 1) 16 columns.
 fn find_row_in_block(row: usize, half: usize) -> usize {
     (row / 16 * 2 + half) * 256 + row % 16 * 16
 }
 
 impl ResultMatrix<'_> {
-    /// Returns the indices of the elements of a row's columns.
+    /// Returns the range of element indices, in the memory of the result, of the columns `columns`
+    /// of row `row`.
     fn element_range(&self, row: usize, columns: &Range<usize>) -> Range<usize> {
         let start = self.first + row * self.ldc;
         start + columns.start..start + columns.end
     }
 
-    /// Reads the previous elements of a part of the result into rows `block_row` and following of
-    /// `block`. Columns that the part lacks become 0.
+    /// Loads the existing elements of the result in `rows` and `columns` into `block` (tiles of
+    /// `f32`), from its row `block_row` on. Columns that the part lacks become 0.
     ///
     /// # Safety
     ///
@@ -65,8 +66,8 @@ impl ResultMatrix<'_> {
         }
     }
 
-    /// Writes a part of the result, whose elements are in rows `block_row` and following of
-    /// `block`. Adds the bias, and rounds each element once.
+    /// Writes rows of `block` (tiles of `f32`), from its row `block_row` on, to the rows `rows` and
+    /// columns `columns` of the result. Adds the bias, and rounds each element once.
     ///
     /// # Safety
     ///

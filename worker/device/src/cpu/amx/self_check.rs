@@ -1,15 +1,15 @@
-//! Compares products of AMX with the rule of bf16 matmuls, before AMX is used for the first time
-//! ([`gives_right_results`]).
+//! [`gives_right_results`]: compares sums that AMX computes with the prescribed order and rounding
+//! of bf16 sums, before AMX is used for the first time.
 //!
 //! A CPU or hypervisor with an error in these instructions would otherwise train with wrong bits.
 use super::tiles::{BLOCK_COLUMNS, BlockHeight, BlockProduct, MAX_BLOCK_LEN, TILE_DEPTH, Tiles};
 
-/// Number of terms of each checked sum: two steps of [`TILE_DEPTH`], so that the check covers the
-/// order of steps.
+/// Number of terms of each sum in the check of AMX: two tiles of [`TILE_DEPTH`] terms, to check the
+/// order of additions across tiles.
 const DEPTH: usize = 2 * TILE_DEPTH;
 const ROWS: usize = 32;
 
-/// The operands of the check as tiles, and the result in the order of its tiles.
+/// Random operands with which AMX is checked, in the order of tiles, and the resulting block.
 #[repr(C, align(64))]
 struct CheckedProduct {
     /// Left operand, row by row.
@@ -19,8 +19,9 @@ struct CheckedProduct {
     c: [f32; MAX_BLOCK_LEN],
 }
 
-/// Returns whether a block that AMX computes has the bits of the rule. The numbers are random, with
-/// denormal and large ones among them.
+/// Returns true if AMX multiplies random matrices with exactly the bits that result from the
+/// prescribed order and rounding of bf16 sums. The numbers are random, with denormal and large ones
+/// among them.
 ///
 /// # Safety
 ///
@@ -48,8 +49,9 @@ pub(super) unsafe fn gives_right_results() -> bool {
     })
 }
 
-/// Returns random operands and a random previous result. Exponents are between 2⁻⁹⁰ and 2²⁷, so
-/// that some products are denormal, and no sum is infinite.
+/// Creates random operands for the check of AMX, and a random matrix to which their product is
+/// added. Exponents are between 2⁻⁹⁰ and 2²⁷, so that some products are denormal, and no sum is
+/// infinite.
 fn draw_operands() -> CheckedProduct {
     let mut state = 0x2545_f491_4f6c_dd1du64;
     let mut draw = || {
@@ -75,7 +77,8 @@ fn draw_operands() -> CheckedProduct {
     checked
 }
 
-/// Computes the block by the rule, with the fused multiply-adds of this machine.
+/// Computes the expected result of the check of AMX with scalar fused multiply-adds, in the
+/// prescribed order and rounding of bf16 sums.
 fn compute_by_rule(checked: &CheckedProduct, height: BlockHeight) -> [f32; MAX_BLOCK_LEN] {
     let mut result = checked.c;
     for row in 0..height.rows() {

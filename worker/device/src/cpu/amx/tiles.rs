@@ -1,21 +1,23 @@
-//! The AMX instructions ([`Tiles`]): configures the tiles of a thread, and multiplies blocks of 16
-//! or 32 rows by 32 columns.
+//! [`Tiles`]: the AMX instructions that configure a thread's tiles, and that multiply 16 or 32 rows
+//! by 32 columns.
 use std::arch::asm;
 
-/// Number of rows of a tile.
+/// Number of rows of an AMX tile.
 pub(super) const TILE_ROWS: usize = 16;
-/// Number of terms of each sum that one tile of an operand contains.
+/// Number of products that one pair of AMX operand tiles contributes to each element of the result.
 pub(super) const TILE_DEPTH: usize = 32;
-/// Number of columns of a block of the result: two tiles.
+/// Number of columns of the block of a result that AMX computes at a time: two tiles.
 pub(super) const BLOCK_COLUMNS: usize = 32;
-/// Number of elements of a tile of the result.
+/// Number of `f32` elements in an AMX tile of the result.
 const RESULT_TILE_LEN: usize = 16 * 16;
-/// Number of `f32` elements in the largest block of the result: 2 × 2 tiles.
+/// Number of `f32` elements in the largest block of a result that AMX computes at a time: 2 × 2
+/// tiles.
 pub(super) const MAX_BLOCK_LEN: usize = 4 * RESULT_TILE_LEN;
-/// Number of bytes in a tile.
+/// Number of bytes in an AMX tile.
 pub(super) const TILE_BYTES: usize = 1024;
 
-/// The memory operand of LDTILECFG: numbers of rows and of bytes per row for each tile.
+/// The memory operand of the instruction LDTILECFG, which sets the numbers of rows and of bytes per
+/// row of each tile.
 #[repr(C, align(64))]
 struct Configuration {
     palette: u8,
@@ -25,8 +27,8 @@ struct Configuration {
     rows: [u8; 16],
 }
 
-/// All eight tiles have 16 rows of 64 bytes. Operands are padded with zeros instead of using
-/// smaller tiles, so that the configuration never changes.
+/// The tile configuration for all matmuls: eight tiles with 16 rows of 64 bytes each. Operands are
+/// padded with zeros instead of using smaller tiles, so that the configuration never changes.
 static FULL_TILES: Configuration = Configuration {
     palette: 1,
     start_row: 0,
@@ -35,7 +37,7 @@ static FULL_TILES: Configuration = Configuration {
     rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
 };
 
-/// The height of a block of the result.
+/// Height of a block of the result that AMX computes at a time: 16 or 32 rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BlockHeight {
     /// One tile, 16 rows.
@@ -54,8 +56,8 @@ impl BlockHeight {
     }
 }
 
-/// Addresses and distances of the operands and the result of one block. A step is the product of
-/// [`TILE_DEPTH`] terms. All distances are in bytes.
+/// Addresses and strides in bytes of the operands and the result when AMX computes one block of the
+/// result. A step is the product of [`TILE_DEPTH`] terms. All distances are in bytes.
 #[derive(Clone, Copy)]
 pub(super) struct BlockProduct {
     /// Address of the first tile of the left operand.
@@ -79,7 +81,8 @@ pub(super) struct BlockProduct {
     pub(super) accumulate: bool,
 }
 
-/// The configured tiles of the current thread. Dropping them returns them to their initial state.
+/// The AMX tiles of the current thread, which are configured and ready for matmuls. Dropping them
+/// returns them to their initial state.
 ///
 /// Tiles are configured for each task, and not once per thread. A task takes a hundred thousand
 /// cycles, and the configuration a few hundred. Threads that wait for tasks, or compute something
@@ -91,7 +94,8 @@ pub(super) struct Tiles {
 }
 
 impl Tiles {
-    /// Configures the tiles of the current thread. At most one value may exist per thread.
+    /// Configures the AMX tiles of the current thread, and returns a guard that releases the tiles
+    /// when dropped. At most one value may exist per thread.
     ///
     /// # Safety
     ///
@@ -102,7 +106,8 @@ impl Tiles {
         Tiles { not_send: std::marker::PhantomData }
     }
 
-    /// Computes one block of the result.
+    /// Multiplies `height` rows of the left operand by 32 columns of the right operand with AMX,
+    /// and stores the block of the result.
     ///
     /// # Safety
     ///
@@ -127,7 +132,8 @@ impl Drop for Tiles {
     }
 }
 
-/// Computes a block of 2 × 2 tiles. Each step loads two tiles of each operand for four products.
+/// Multiplies 32 rows of the left operand by 32 columns of the right operand, as 2 × 2 AMX tiles of
+/// the result. Each step loads two tiles of each operand for four products.
 ///
 /// The operands are not prefetched: 32 prefetches per step would need as many cycles of the load
 /// units as the loads themselves.
@@ -187,7 +193,8 @@ unsafe fn multiply_two_rows_of_tiles(p: &BlockProduct) {
     }
 }
 
-/// Computes a block of 1 × 2 tiles.
+/// Multiplies 16 rows of the left operand by 32 columns of the right operand, as 1 × 2 AMX tiles of
+/// the result.
 ///
 /// # Safety
 ///

@@ -57,8 +57,8 @@ type CaptureInfoV3Fn = unsafe extern "C" fn(
     *mut usize,
 ) -> Status;
 
-/// The driver's function that reports the state of a graph capture (`cuStreamGetCaptureInfo`), in
-/// the newest version that the driver has.
+/// The newest version of the function `cuStreamGetCaptureInfo` that the installed driver has, by
+/// which the state of a graph capture is queried.
 pub(in crate::cuda) enum CaptureInfoFn {
     V2(CaptureInfoV2Fn),
     V3(CaptureInfoV3Fn),
@@ -80,8 +80,8 @@ impl CaptureInfoFn {
         }
     }
 
-    /// Returns the graph node of the call that was captured last on `stream` (on which the next
-    /// call depends), or null if the driver does not report exactly one.
+    /// Returns the node of the graph under capture on which the next call on `stream` will depend,
+    /// or null if there is no single such node.
     pub(in crate::cuda) fn query_last_node(&self, stream: CUstream) -> CUgraphNode {
         let (mut status, mut id, mut graph) = (MaybeUninit::uninit(), 0, ptr::null_mut());
         let (mut nodes, mut edges, mut count) = (ptr::null(), ptr::null(), 0);

@@ -30,8 +30,8 @@ const D_Q_ID: i64 = 10;
 const D_K_ID: i64 = 11;
 const D_V_ID: i64 = 12;
 const KEEP_SCALE_ID: i64 = 13;
-/// Id, in cuDNN's graph, of the tensor that holds for each query the sum Σ dO·O over the head's
-/// elements, an intermediate result of the backward pass.
+/// Id in cuDNN's graph of the tensor with the dot product of output and output gradient for each
+/// query and head.
 const DOTS_ID: i64 = 14;
 /// Id of the fp32 tensor in cuDNN's graph in which the gradient of the queries is accumulated.
 const D_Q_SUMS_ID: i64 = 15;
@@ -41,7 +41,8 @@ const MAX_HEAD_DIM: usize = 128;
 /// Every head dimension that cuDNN supports is a multiple of this number.
 const HEAD_DIM_MULTIPLE: usize = 8;
 
-/// Which keys a query attends to, among the keys at or before the query's position.
+/// The mask of attention, by which a query attends to all keys up to its position (causal) or only
+/// to the last few (window).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum AttentionMask {
     /// All keys up to the query's position.
@@ -51,8 +52,9 @@ pub(super) enum AttentionMask {
 }
 
 impl AttentionMask {
-    /// Returns cuDNN's mask for `starts`, the first visible key of each query, in sequences of `t`
-    /// tokens. Returns `None` if no mask fits, for example if a sequence has several documents.
+    /// Returns the mask (causal or window) that is equivalent to `starts`, the index of the first
+    /// key that each query attends to. Each sequence has `t` tokens. Returns `None` if no mask
+    /// fits, for example if a sequence has several documents.
     fn from_starts(starts: &[u32], t: usize) -> Option<AttentionMask> {
         let first = starts.get(..t)?;
         let window = first.iter().position(|start| *start > 0);
@@ -88,8 +90,8 @@ pub(in super::super) enum UnsupportedAttention {
     Documents,
 }
 
-/// The forward or the backward pass of attention of one shape, in the form in which cuDNN computes
-/// it.
+/// The forward or the backward pass of attention for one shape and mask, from which cuDNN's graph
+/// of operations is built.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in super::super) struct AttentionPass {
     pub(super) shape: AttentionShape,
@@ -136,8 +138,8 @@ struct AttentionTensorLayout {
 }
 
 impl AttentionTensorLayout {
-    /// Takes the sizes from the attention shape `s`, for the dimensions and strides of cuDNN's
-    /// tensors.
+    /// Copies the numbers of sequences, tokens, heads and elements per head from the attention
+    /// shape `s`.
     fn new(s: AttentionShape) -> Self {
         let [b, t, heads, kv_heads, dim] = [s.b, s.t, s.heads, s.kv_heads, s.head_dim].map(|n| n as i64);
         AttentionTensorLayout { b, t, heads, kv_heads, dim }
@@ -149,14 +151,14 @@ impl AttentionTensorLayout {
         [self.b, heads, self.t, self.dim]
     }
 
-    /// Returns the strides of a tensor with one vector for each token and head
-    /// ([`AttentionTensorLayout::row_dims`]), in which each token is a row of `width` elements. The
-    /// heads of a row are adjacent.
+    /// Returns the strides, in elements, of a tensor `[b, heads, t, dim]` that is stored in memory
+    /// with one row of `width` elements per token. The heads of a row are adjacent.
     fn row_strides(&self, width: i64) -> [i64; 4] {
         [self.t * width, self.dim, width, 1]
     }
 
-    /// Returns the number of elements in a row of `qkv`.
+    /// Returns the number of elements that the queries, keys and values of one token have together
+    /// in all heads.
     fn qkv_width(&self) -> i64 {
         (self.heads + 2 * self.kv_heads) * self.dim
     }
@@ -175,10 +177,9 @@ impl AttentionTensorLayout {
 }
 
 impl AttentionPass {
-    /// Creates the description of a forward or backward pass of attention for cuDNN, from its
-    /// shape, its operands, and the first visible key of each query (`starts`). Fails with the
-    /// reason if cuDNN cannot compute the pass. `is_bf16` is true if all tensors of the pass are
-    /// bf16.
+    /// Creates the description of a forward or backward pass of attention, from which cuDNN's graph
+    /// of operations is built. Fails with the reason if cuDNN cannot compute the pass. `is_bf16` is
+    /// true if all tensors of the pass are bf16.
     pub(in super::super) fn new(
         shape: AttentionShape,
         starts: &[u32],
@@ -202,8 +203,8 @@ impl AttentionPass {
         Ok(AttentionPass { shape, mask, is_backward })
     }
 
-    /// Returns the id (in cuDNN's graph) and the GPU address of each tensor that the pass reads or
-    /// writes.
+    /// Returns the ids in cuDNN's graph and the GPU addresses of all tensors that this attention
+    /// pass reads or writes.
     pub(super) fn list_operand_tensors(&self, at: &AttentionOperands) -> Vec<(i64, Address)> {
         let s = self.shape;
         let size = size_of::<u16>() as u64;
@@ -236,8 +237,8 @@ impl AttentionPass {
         }
     }
 
-    /// Returns cuDNN's execution plans (compiled graphs) for this pass of attention, best guess
-    /// first, or none if cuDNN does not support the pass.
+    /// Returns cuDNN's execution plans (compiled graphs) for this attention pass, the presumably
+    /// fastest first, or none if cuDNN does not support the pass.
     pub(super) fn create_plans(
         &self,
         cudnn: &Cudnn,
@@ -245,9 +246,9 @@ impl AttentionPass {
         cudnn.with_handle(|handle| create_attention_plans(&cudnn.library, self, PlanTarget::Handle(handle)))
     }
 
-    /// Returns how many bytes of GPU memory cuDNN's first plan for this attention pass needs in
-    /// addition to the operands. `properties` describes the GPU, which this machine need not have,
-    /// as JSON in cuDNN's form. Returns `None` if there is no plan.
+    /// Returns how many bytes of temporary GPU memory cuDNN's preferred plan for this attention
+    /// pass needs on a GPU with the given properties. `properties` describes the GPU, which this
+    /// machine need not have, as JSON in cuDNN's form. Returns `None` if there is no plan.
     pub(super) fn compute_plan_workspace(&self, cudnn: &Cudnn, properties: &str) -> Result<Option<usize>> {
         let kind = cudnnBackendDescriptorType_t::CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR;
         let json = cudnnBackendAttributeName_t::CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION;
@@ -259,10 +260,9 @@ impl AttentionPass {
         Ok(plan.map(|plan| plan.workspace + sums))
     }
 
-    /// Waits for the attention pass to complete, and copies its results from the GPU to the host as
-    /// `f32`, where cuDNN's are compared with those of the built-in kernels. The results of the
-    /// forward pass are output and log-sum-exp, and those of the backward pass the gradients of q,
-    /// k and v.
+    /// Waits until the attention pass is complete, and copies its results from GPU memory to
+    /// vectors of `f32` on the host. The results of the forward pass are output and log-sum-exp,
+    /// and those of the backward pass the gradients of q, k and v.
     pub(super) fn download_results(&self, gpu: &Gpu, at: &AttentionOperands) -> Result<[Vec<f32>; 3]> {
         let s = self.shape;
         let rows = s.b * s.t;
@@ -323,8 +323,8 @@ impl AttentionPass {
     }
 }
 
-/// Returns an upper bound of the bytes that cuDNN needs for a pass of attention in addition to its
-/// operands.
+/// Returns an upper bound of the bytes of temporary GPU memory that cuDNN needs for the backward
+/// pass of attention with the shape `s`.
 ///
 /// The backward pass needs fp32 sums of the queries' gradients, the gradients of keys and values by
 /// query head, and on GPUs before Hopper a second set of sums. cuDNN 9.19 reports these sizes for
@@ -351,8 +351,8 @@ fn create_attention_plans(
     create_graph_plans(graph, pass.list_scalars(), target)
 }
 
-/// Adds the tensor of queries, keys or values (a part of `qkv`), or of their gradients, to the
-/// graph of cuDNN operations.
+/// Adds the tensor of queries, keys or values, or of their gradients, to the graph of cuDNN
+/// operations.
 fn add_qkv_tensor(
     g: &mut OperationGraph,
     id: i64,
@@ -378,8 +378,8 @@ fn add_transposed_qkv_tensor(
     g.add_tensor(TensorLocation::Device(id), CUDNN_DATA_BFLOAT16, [b, h, d, t], [x, y, w, z])
 }
 
-/// Adds the tensor of the attention output, or of the output's gradient, to the graph of cuDNN
-/// operations.
+/// Adds a tensor with the shape of the attention output (the output itself or its gradient,
+/// depending on `id`) to the graph of cuDNN operations.
 fn add_output(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
     g.add_tensor(
         TensorLocation::Device(id),
@@ -389,8 +389,8 @@ fn add_output(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Res
     )
 }
 
-/// Adds to the graph of cuDNN operations a tensor in GPU memory that has one `f32` for each query
-/// and head.
+/// Adds a tensor with one `f32` for each query and head, such as the log-sum-exp of the scores, to
+/// the graph of cuDNN operations.
 fn add_per_query_tensor(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
     g.add_tensor(
         TensorLocation::Device(id),
@@ -447,8 +447,9 @@ fn add_forward(g: &mut OperationGraph, pass: &AttentionPass) -> Result<()> {
     g.add_matmul(probabilities, v, o)
 }
 
-/// Adds the backward pass of attention to the graph of cuDNN operations. With p the probabilities
-/// and dP = dO·vᵀ: dV = pᵀ·dO, dS = p·(dP − Σ dO·O)·scale, dQ = dS·k, and dK = dSᵀ·q.
+/// Adds the backward pass of attention, which computes the gradients of queries, keys and values,
+/// to the graph of cuDNN operations. With p the probabilities and dP = dO·vᵀ: dV = pᵀ·dO, dS =
+/// p·(dP − Σ dO·O)·scale, dQ = dS·k, and dK = dSᵀ·q.
 fn add_backward(g: &mut OperationGraph, pass: &AttentionPass) -> Result<()> {
     let l = AttentionTensorLayout::new(pass.shape);
     let (d_o, o) = (add_output(g, D_O_ID, &l)?, add_output(g, O_ID, &l)?);

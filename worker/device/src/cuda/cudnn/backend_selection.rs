@@ -15,8 +15,8 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// Number of timed runs of cuDNN or of the built-in kernels when their speed is compared for an
-/// attention shape, after one run that is not timed.
+/// Number of times that cuDNN and the built-in kernels each run an attention pass to compare their
+/// speed, after one run that is not timed.
 const TIMED_RUNS: usize = 4;
 /// Largest accepted difference between the attention results of cuDNN and of the built-in kernels,
 /// relative to the largest value. Results and intermediate results of both are rounded to bf16.
@@ -34,8 +34,8 @@ pub enum AttentionBackend {
     Cudnn,
 }
 
-/// The key under which cuDNN's execution plan for an attention pass is stored: sizes, bits of the
-/// scale, mask, and direction (forward or backward).
+/// The key under which cuDNN's execution plan for an attention pass is stored. It consists of five
+/// sizes, the bits of the scale, the mask, and whether the pass is backward.
 type AttentionPassKey = ([usize; 5], u32, AttentionMask, bool);
 
 /// The opened cuDNN library, and the execution plans for attention that were selected so far.
@@ -49,8 +49,8 @@ pub(in super::super) struct CudnnAttention {
     notices: Mutex<VecDeque<BackendNotice>>,
 }
 
-/// Why cuDNN is not used for attention of a certain shape: there is no execution plan, or the plan
-/// failed, was inaccurate, or could not be timed.
+/// Why the built-in kernels compute a certain attention shape instead of cuDNN: cuDNN has no plan,
+/// or the plan failed or was inaccurate.
 #[derive(Debug, thiserror::Error)]
 enum PlanRejection {
     #[error("cuDNN has no plan")]
@@ -89,17 +89,16 @@ impl CudnnAttention {
         }
     }
 
-    /// Removes and returns the oldest notice for the user about cuDNN's attention, such as a
-    /// rejected plan, if there is one.
+    /// Removes and returns the oldest message for the user about attention by cuDNN, such as a
+    /// rejected plan; `None` if no message is queued.
     pub(in super::super) fn take_notice(&self) -> Option<BackendNotice> {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
     }
 
-    /// Enqueues an attention pass on cuDNN and returns true, or returns false if the built-in
-    /// kernels must compute the pass because cuDNN does not support it or is slower. Selects a plan
-    /// first if none was selected for the pass. The selection may call `built_in`, which runs the
-    /// pass on the built-in kernels, to time them. Fails instead if the job requires cuDNN
-    /// ([`AttentionBackend::Cudnn`]).
+    /// Enqueues an attention pass with cuDNN and returns true. Returns false if the built-in
+    /// kernels must compute the pass. Selects a plan first if none was selected for the pass. The
+    /// selection may call `built_in`, which runs the pass on the built-in kernels, to time them.
+    /// Fails instead if the job requires cuDNN ([`AttentionBackend::Cudnn`]).
     pub(in super::super) fn try_enqueue(
         &self,
         (gpu, profile): (&Arc<Gpu>, &GpuProfiler),
@@ -120,8 +119,9 @@ impl CudnnAttention {
         Ok(true)
     }
 
-    /// Returns cuDNN's execution plan for an attention pass, which is selected at the first call
-    /// for a pass with these sizes. Returns `None` if the built-in kernels compute the pass.
+    /// Returns cuDNN's execution plan for an attention pass, which the first call with these sizes
+    /// selects by comparing results and speed with the built-in kernels. Returns `None` if the
+    /// built-in kernels compute the pass.
     fn select_plan(
         &self,
         gpu: &Arc<Gpu>,
@@ -195,9 +195,9 @@ impl CudnnAttention {
         Ok((cudnn_seconds < built_in_seconds).then_some(plan))
     }
 
-    /// Runs an execution plan of cuDNN for attention, compares its results with `expected`, those
-    /// of the built-in kernels, and returns the seconds that a run takes. Fails if the plan does
-    /// not work or its results differ from `expected`.
+    /// Runs an execution plan of cuDNN for attention, compares the results with those of the
+    /// built-in kernels (`expected`), and returns the seconds that a run takes. Fails if the plan
+    /// does not work or its results differ from `expected`.
     fn check_and_time_plan(
         &self,
         gpu: &Arc<Gpu>,
@@ -217,8 +217,8 @@ impl CudnnAttention {
         Ok((seconds.ok_or(PlanRejection::NotTimed)?, plan))
     }
 
-    /// Queues a warning for the user that the built-in kernels compute an attention shape instead
-    /// of cuDNN, because cuDNN's plans for it were rejected.
+    /// Queues a warning for the user that cuDNN does not compute a certain attention shape, because
+    /// all its plans were rejected.
     fn report_rejection(&self, pass: &AttentionPass, rejection: &PlanRejection) {
         let attention = pass.describe();
         let message = format!("{attention} does not use cuDNN");
@@ -229,8 +229,8 @@ impl CudnnAttention {
         self.push_notice(BackendNotice::Degraded(warning));
     }
 
-    /// Enqueues the execution plan of an attention pass on this thread's stream, and allocates the
-    /// scratch memory that it needs.
+    /// Allocates the workspace of an attention pass's execution plan, and enqueues the plan on this
+    /// thread's stream.
     fn enqueue_plan(
         &self,
         gpu: &Arc<Gpu>,
@@ -272,16 +272,16 @@ impl CudnnAttention {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).push_back(notice);
     }
 
-    /// Returns the error that cuDNN cannot compute attention of a certain shape, which the text
+    /// Creates the error that cuDNN does not support attention with the sizes that the text
     /// `attention` describes.
     fn unsupported_error(&self, attention: String) -> CudaError {
         CudaError::AttentionUnsupported { version: self.cudnn.format_version(), attention }
     }
 }
 
-/// Returns the largest difference between cuDNN's attention `results` and the `expected` ones,
-/// relative to the largest expected value of each tensor. Returns infinity if one value is finite
-/// where the other is not.
+/// Returns the largest difference between elements of cuDNN's attention `results` and the
+/// `expected` tensors, divided by the largest magnitude in the expected tensor. Returns infinity if
+/// one value is finite where the other is not.
 fn compute_relative_difference(results: &[Vec<f32>; 3], expected: &[Vec<f32>; 3]) -> f64 {
     let difference = |(result, expected): (&Vec<f32>, &Vec<f32>)| {
         let finite = expected.iter().map(|x| x.abs()).filter(|x| x.is_finite());
@@ -296,8 +296,8 @@ fn compute_relative_difference(results: &[Vec<f32>; 3], expected: &[Vec<f32>; 3]
     results.iter().zip(expected).map(difference).fold(0.0, f64::max)
 }
 
-/// Returns the mean GPU time of `run` over [`TIMED_RUNS`] runs, in seconds. Returns `None` if a run
-/// fails.
+/// Calls `run`, which enqueues an attention pass, [`TIMED_RUNS`] times and returns the mean GPU
+/// time of a call in seconds. Returns `None` if a run fails.
 fn measure_seconds(gpu: &Arc<Gpu>, run: impl Fn() -> bool) -> Result<Option<f64>> {
     if !run() {
         return Ok(None);

@@ -9,11 +9,12 @@ use super::super::bindings::cudnn_sys::{
 use super::super::error::Result;
 use std::{ffi::c_void, ptr, sync::Arc};
 
-/// Maximum number of engine configurations (ways to compute a graph) that cuDNN's heuristics are
-/// asked for.
+/// Maximum number of engine configurations (ways to compute a graph of operations) that are
+/// requested from cuDNN's heuristics.
 const MAX_ENGINE_CONFIGS: i64 = 4;
 
-/// A Rust type whose values can be set as an attribute of a cuDNN descriptor.
+/// A Rust type that can be the value of an attribute of an object of cuDNN's backend API, such as
+/// `i64` for dimensions.
 ///
 /// # Safety
 ///
@@ -106,8 +107,8 @@ impl Descriptor {
         Ok(self)
     }
 
-    /// Reads up to `values.len()` values of an attribute of the finalized descriptor, and returns
-    /// the number of values of the attribute.
+    /// Reads an attribute of this finalized cuDNN object into `values`, and returns how many values
+    /// the attribute has, which may be more than were read.
     fn query_attribute<T: AttributeValue>(
         &self,
         attribute: cudnnBackendAttributeName_t,
@@ -129,8 +130,8 @@ impl Descriptor {
         Ok(value[0])
     }
 
-    /// Returns the engine configurations (ways to compute a graph) that the heuristics of this
-    /// descriptor suggest, best guess first.
+    /// Returns the engine configurations (ways to compute a graph) that cuDNN's heuristics suggest,
+    /// best guess first. This descriptor must be a query of the heuristics.
     pub(super) fn query_engine_configs(&self) -> Result<Vec<Descriptor>> {
         let kind = cudnnBackendDescriptorType_t::CUDNN_BACKEND_ENGINECFG_DESCRIPTOR;
         let mut configs = (0..MAX_ENGINE_CONFIGS)

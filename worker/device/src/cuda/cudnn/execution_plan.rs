@@ -13,8 +13,8 @@ use std::{ffi::c_void, ptr, sync::Arc};
 /// sub-codes.
 const NOT_SUPPORTED_STATUSES: std::ops::Range<i32> = 3000..4000;
 
-/// The GPU for which cuDNN compiles an execution plan: the GPU of an open cuDNN handle, or a GPU
-/// that this machine need not have, described by its properties.
+/// The GPU for which cuDNN compiles an execution plan: a GPU of this machine, or a GPU model that
+/// is only known by its properties.
 pub(super) enum PlanTarget {
     /// The GPU to which this cuDNN handle belongs.
     Handle(cudnnHandle_t),
@@ -40,8 +40,9 @@ struct PlanDescriptors {
     graph: OperationGraph,
 }
 
-/// Returns cuDNN's execution plans for a graph of operations, best guess first, or none if cuDNN
-/// does not support the graph. Each plan is compiled when the iterator reaches it.
+/// Returns an iterator over cuDNN's execution plans for a graph of operations, the presumably
+/// fastest plan first. It is empty if cuDNN does not support the graph. Each plan is compiled when
+/// the iterator reaches it.
 pub(super) fn create_graph_plans(
     graph: OperationGraph,
     scalars: Vec<(i64, f32)>,
@@ -58,7 +59,7 @@ pub(super) fn create_graph_plans(
     Ok(configs.into_iter().filter_map(compile))
 }
 
-/// Returns `None` instead of an error with which cuDNN rejects an unsupported request. Fails with
+/// Turns cuDNN's error "not supported" into `None`, and returns other results unchanged. Fails with
 /// any other error.
 fn ok_if_supported<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
@@ -69,7 +70,7 @@ fn ok_if_supported<T>(result: Result<T>) -> Result<Option<T>> {
 }
 
 /// Asks cuDNN for ways to compute a graph of operations (engine configurations), and returns them
-/// with the descriptor of the whole graph.
+/// with cuDNN's object for that graph.
 fn query_engine_configs(
     graph: &OperationGraph,
     target: &PlanTarget,
@@ -160,8 +161,9 @@ impl PreparedPlan {
         })
     }
 
-    /// Returns numbers that identify the plan and its addresses, for the hash by which a repeated
-    /// batch of GPU calls is recognized. The words of different plans may be equal, but rarely are.
+    /// Returns numbers that identify the plan and the addresses of its tensors, for a hash by which
+    /// repeated sequences of GPU calls are found. The words of different plans may be equal, but
+    /// rarely are.
     pub(in super::super) fn list_words_to_hash(&self) -> impl Iterator<Item = u64> {
         let plan = Arc::as_ptr(&self.plan).addr() as u64;
         self.tensors.iter().map(|(_, at)| *at).chain([self.workspace, plan])

@@ -50,8 +50,8 @@ impl Cudnn {
         Ok(Cudnn { handle: Mutex::new(Some(handle)), ..cudnn })
     }
 
-    /// Opens cuDNN without a GPU, only to compile execution plans for GPUs that this machine need
-    /// not have.
+    /// Opens cuDNN on a machine that may have no GPU, only to compile execution plans for GPUs that
+    /// are known by their properties.
     pub(super) fn open_without_gpu(paths: &LibrarySearchPaths) -> Result<Cudnn> {
         let (library, path) = CudnnApi::open(paths)?;
         // SAFETY: no preconditions.

@@ -11,10 +11,10 @@ use super::super::error::Result;
 use super::descriptor::Descriptor;
 use std::sync::Arc;
 
-/// Alignment in bytes that cuDNN may assume for tensors in GPU memory.
+/// Alignment in bytes that this program declares to cuDNN for all tensors in GPU memory.
 pub(super) const ALIGNMENT: i64 = 16;
-/// The first of the ids that virtual tensors (intermediate results without memory) get in cuDNN's
-/// graph.
+/// Smallest id for intermediate results that are never stored in memory (virtual tensors) in a
+/// graph of cuDNN operations.
 const FIRST_VIRTUAL_ID: i64 = 100;
 
 /// Where the elements of a tensor are stored: in GPU memory, on the host, or nowhere (a virtual
@@ -84,8 +84,8 @@ impl OperationGraph {
         Ok(GraphTensor { index, dims, strides })
     }
 
-    /// Adds a contiguous tensor without memory (a virtual tensor), an intermediate result, to the
-    /// graph of cuDNN operations.
+    /// Adds an intermediate result that cuDNN need not store in memory (a virtual tensor) to the
+    /// graph of cuDNN operations, and returns it.
     pub(super) fn add_virtual_tensor(
         &mut self,
         data_type: cudnnDataType_t,
@@ -94,8 +94,8 @@ impl OperationGraph {
         self.add_tensor(TensorLocation::Virtual, data_type, dims, compute_packed_strides(dims))
     }
 
-    /// Adds a tensor that consists of one `f32` in host memory to the graph; cuDNN reads the value
-    /// that is bound to the id `id` when the graph runs.
+    /// Adds a scalar `f32` in host memory with the id `id` to the graph of cuDNN operations; cuDNN
+    /// reads its value whenever the graph runs.
     pub(super) fn add_host_scalar(&mut self, id: i64) -> Result<GraphTensor> {
         self.add_tensor(TensorLocation::Host(id), CUDNN_DATA_FLOAT, [1; 4], [1; 4])
     }
@@ -119,8 +119,8 @@ impl OperationGraph {
         Ok(())
     }
 
-    /// Adds an elementwise cuDNN operation to the graph. Only the mode that computes indices has an
-    /// axis.
+    /// Adds an elementwise cuDNN operation of the kind `mode` to the graph, with `tensors` as its
+    /// operands and result. Only the mode that computes indices has an axis.
     fn add_elementwise(
         &mut self,
         mode: cudnnPointwiseMode_t,
@@ -138,8 +138,8 @@ impl OperationGraph {
         self.add_operation(CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR, descriptor, tensors)
     }
 
-    /// Adds the elementwise operation `y = mode(x, b)` to the graph of cuDNN operations, where
-    /// `mode` is a cuDNN operation such as an addition. Modes with one operand have no `b`.
+    /// Adds the elementwise operation `y = mode(x, b)`, such as a sum, to the graph of cuDNN
+    /// operations. Modes with one operand have no `b`.
     pub(super) fn add_pointwise(
         &mut self,
         mode: cudnnPointwiseMode_t,
@@ -155,9 +155,9 @@ impl OperationGraph {
         self.add_elementwise(mode, precision, None, &tensors)
     }
 
-    /// Adds the elementwise operation `mode(x, b)` to the graph of cuDNN operations, where `mode`
-    /// is a cuDNN operation such as an addition, and returns the tensor of the result. The result
-    /// is a virtual tensor with the dimensions of `x`.
+    /// Adds the elementwise operation `mode(x, b)`, such as a sum, to the graph of cuDNN
+    /// operations, and returns the result as a new tensor. The result is a virtual tensor with the
+    /// dimensions of `x`.
     pub(super) fn add_pointwise_result(
         &mut self,
         mode: cudnnPointwiseMode_t,
@@ -170,8 +170,8 @@ impl OperationGraph {
         Ok(y)
     }
 
-    /// Adds the cuDNN operation that computes the index of each element of `x` along `axis`, and
-    /// returns the tensor of these indices.
+    /// Adds the cuDNN operation that computes for each element of `x` its index along the dimension
+    /// `axis`, and returns the tensor of these indices.
     pub(super) fn add_index_along_axis(&mut self, x: GraphTensor, axis: i64) -> Result<GraphTensor> {
         let y = self.add_virtual_tensor(CUDNN_DATA_INT32, x.dims)?;
         let tensors = [(CUDNN_ATTR_OPERATION_POINTWISE_XDESC, x), (CUDNN_ATTR_OPERATION_POINTWISE_YDESC, y)];
@@ -214,7 +214,8 @@ impl OperationGraph {
         )
     }
 
-    /// Adds a cuDNN operation that reduces `x` to `y` over the dimensions in which `y` is smaller.
+    /// Adds a reduction to the graph of cuDNN operations, which combines the elements of `x` to `y`
+    /// along each dimension that has length 1 in `y`.
     pub(super) fn add_reduce(
         &mut self,
         operator: cudnnReduceTensorOp_t,
@@ -231,8 +232,8 @@ impl OperationGraph {
         )
     }
 
-    /// Adds the cuDNN operation that exchanges the last two dimensions of `x`, and returns the
-    /// tensor of the result, whose elements have the type `data_type`.
+    /// Adds the cuDNN operation that transposes the last two dimensions of `x`, and returns its
+    /// result with elements of the type `data_type`.
     pub(super) fn add_transpose(
         &mut self,
         data_type: cudnnDataType_t,

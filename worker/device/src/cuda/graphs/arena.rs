@@ -1,5 +1,5 @@
-//! Allocates scratch memory in a few large blocks, so that equal sequences of requests get equal
-//! addresses, which repeated CUDA graphs need ([`ScratchArena`]).
+//! Divides a few large blocks of GPU memory into ranges of scratch memory ([`ScratchArena`]), so
+//! that a repeated sequence of requests gets the same addresses.
 //!
 //! The arena only records which ranges are allocated, for one stream. A freed range is reusable
 //! immediately, because the stream executes calls in order.
@@ -16,15 +16,15 @@ pub(in super::super) struct PoolBlock {
     pub(in super::super) bytes: usize,
 }
 
-/// A block of GPU memory, and those of its ranges that are allocated as scratch memory.
+/// A block of GPU memory, and the list of its ranges that are in use as scratch memory.
 struct ArenaBlock {
     block: PoolBlock,
     ranges: Vec<(usize, usize)>,
 }
 
 impl ArenaBlock {
-    /// Finds the first gap of at least `bytes` bytes between the allocated ranges of the block, and
-    /// returns the index of the range after the gap and the gap's offset.
+    /// Finds the first free gap of at least `bytes` bytes in this block, and returns the gap's
+    /// position in the list of ranges and its byte offset.
     fn find_gap(&self, bytes: usize) -> Option<(usize, usize)> {
         let mut end = 0;
         for (i, (start, len)) in self.ranges.iter().enumerate() {
@@ -77,10 +77,10 @@ impl ScratchArena {
         }
     }
 
-    /// Plans how to get memory for a request of `bytes` bytes that fits into no block: which blocks
-    /// to release, and how large a new block must be. Removes blocks without allocated ranges from
-    /// the arena and returns them, with the size in bytes of a new block. The caller must release
-    /// the returned blocks to the driver, and then allocate the new block and pass it to
+    /// Decides how to satisfy a request for `bytes` bytes that fits into no block: which blocks to
+    /// release, and how large the new block is. Removes blocks without allocated ranges from the
+    /// arena and returns them, with the size in bytes of a new block. The caller must release the
+    /// returned blocks to the driver, and then allocate the new block and pass it to
     /// [`ScratchArena::add_block`]. In the long run a single large block remains.
     pub(in super::super) fn plan_growth(&mut self, bytes: usize) -> (Vec<PoolBlock>, usize) {
         let (bytes, capacity) = (bytes.next_multiple_of(ALIGNMENT), self.capacity());
@@ -101,8 +101,8 @@ impl ScratchArena {
         self.blocks.push(ArenaBlock { block, ranges: Vec::new() });
     }
 
-    /// Removes the blocks of GPU memory in which nothing is allocated from the arena, and returns
-    /// them.
+    /// Removes the blocks of GPU memory in which nothing is allocated from this allocator, and
+    /// returns the blocks.
     pub(in super::super) fn take_idle_blocks(&mut self) -> Vec<PoolBlock> {
         let (idle, used) = std::mem::take(&mut self.blocks).into_iter().partition(|b| b.ranges.is_empty());
         self.blocks = used;

@@ -1,18 +1,18 @@
 //! Measures whether training steps are faster with or without CUDA graphs ([`GraphUseAutotuner`]).
 use std::time::Duration;
 
-/// Number of training steps at the beginning of each phase of the measurement that are not timed.
-/// In these steps, algorithms are chosen and graphs are captured.
+/// Number of training steps that run without being timed before each of the two measurements
+/// (without and with CUDA graphs). In these steps, algorithms are chosen and graphs are captured.
 const WARM_UP_STEPS: usize = 5;
-/// Number of training steps of each phase of the measurement that are timed.
+/// Number of training steps that are timed in each of the two measurements (without and with CUDA
+/// graphs).
 const TIMED_STEPS: usize = 9;
-/// Number of training steps in each of the two phases of the measurement: first without CUDA
-/// graphs, then with graphs.
+/// Number of training steps in each half of the measurement, of which the first half runs without
+/// CUDA graphs and the second half with them.
 const STEPS_PER_PHASE: usize = WARM_UP_STEPS + TIMED_STEPS;
 
-/// If GPU calls take at least this many seconds on average, CUDA graphs are not tried, because
-/// issuing a call takes only some µs and the GPU never waits for the next call. Large models also
-/// need the memory that graphs would take.
+/// Mean seconds per GPU call from which on CUDA graphs are not tried, because the GPU is then busy
+/// while the host issues the next call. Large models also need the memory that graphs would take.
 const LONG_CALL_SECONDS: f64 = 100e-6;
 
 /// Times training steps first without CUDA graphs and then with graphs, to decide whether graphs
@@ -24,8 +24,8 @@ pub(in super::super) struct GraphUseAutotuner {
     calls_before: u64,
 }
 
-/// What the backend must do next after a training step was timed, to find out whether CUDA graphs
-/// make steps faster.
+/// What to do after a training step was timed to find out whether CUDA graphs make steps faster,
+/// such as turning graphs on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in super::super) enum GraphTuningDecision {
     /// Run the next step in the same way as this one.
@@ -39,8 +39,8 @@ pub(in super::super) enum GraphTuningDecision {
 }
 
 impl GraphUseAutotuner {
-    /// Records the duration of a training step, and returns what the backend must do next with CUDA
-    /// graphs. `calls` is the number of GPU calls that the process has enqueued so far.
+    /// Records the duration of a training step, and returns what to do next, such as to turn CUDA
+    /// graphs on. `calls` is the number of GPU calls that the process has enqueued so far.
     pub(in super::super) fn record_step(&mut self, duration: Duration, calls: u64) -> GraphTuningDecision {
         self.step_seconds.push(duration.as_secs_f64());
         match self.step_seconds.len() {

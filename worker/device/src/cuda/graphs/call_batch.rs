@@ -91,8 +91,8 @@ impl CallBatch {
         self.calls.push(RecordedCall::Kernel { name, function, config, arguments });
     }
 
-    /// Appends a matmul, whose addresses and algorithm are already chosen, to this list of recorded
-    /// GPU calls, without issuing it to the stream.
+    /// Appends a matmul to this list of recorded GPU calls without issuing it; its operands'
+    /// addresses and its algorithm are fixed.
     pub(in super::super) fn push_matmul(&mut self, matmul: PreparedMatmul) {
         self.calls.push(RecordedCall::Matmul(matmul));
     }
@@ -142,16 +142,16 @@ impl CallBatch {
         }
     }
 
-    /// Returns pointers to the recorded arguments of a kernel launch, in the form that the driver's
-    /// launch function requires.
+    /// Returns one pointer per argument of a recorded kernel launch, in the array form that
+    /// `cuLaunchKernel` requires.
     fn build_argument_pointers(&self, arguments: &Range<usize>) -> Vec<*mut c_void> {
         let start = |at: &usize| ptr::from_ref(&self.words[*at]).cast_mut().cast();
         self.starts[arguments.clone()].iter().map(start).collect()
     }
 
-    /// Compares this batch of recorded calls with `other`, and returns the indices of the kernel
-    /// launches whose arguments or launch configurations differ. Returns `None` if the batches
-    /// differ in anything else.
+    /// Returns the indices of the kernel launches whose arguments or launch configurations differ
+    /// between this batch of calls and `other`. Returns `None` if the batches differ in anything
+    /// else.
     pub(super) fn find_changed_kernels(&self, other: &CallBatch) -> Option<Vec<usize>> {
         if self.calls.len() != other.calls.len()
             || self.starts != other.starts
@@ -177,15 +177,16 @@ impl CallBatch {
         Some(changed)
     }
 
-    /// Returns the recorded arguments of a kernel launch as 64-bit words, for comparisons and
-    /// hashes.
+    /// Returns the bytes of all arguments of a recorded kernel launch as 64-bit words, to compare
+    /// or hash them.
     fn argument_words(&self, arguments: &Range<usize>) -> &[u64] {
         let start = |i: usize| self.starts.get(i).copied().unwrap_or(self.words.len());
         &self.words[start(arguments.start)..start(arguments.end)]
     }
 
-    /// Runs `f` with the parameters of the recorded kernel launch with index `call`, in the form in
-    /// which the driver updates a node of a CUDA graph. Returns `None` if the call is not a kernel.
+    /// Calls `f` with the function, launch configuration and arguments of the recorded kernel
+    /// launch number `call`, as parameters of a CUDA graph node. Returns `None` if the call is not
+    /// a kernel.
     pub(super) fn with_kernel_node_params<T>(
         &self,
         call: usize,
@@ -212,8 +213,8 @@ impl CallBatch {
         Some(f(&node))
     }
 
-    /// Returns a hash of everything that the recorded calls do (their kinds, their order and all
-    /// arguments), by which a repeated batch is recognized.
+    /// Returns a hash of the kinds, the order and all arguments of the recorded GPU calls, so that
+    /// a repeated call sequence has an equal hash.
     pub(super) fn compute_hash(&self) -> u64 {
         let mut hash = self.compute_structure_hash();
         for call in &self.calls {
@@ -225,8 +226,8 @@ impl CallBatch {
         hash
     }
 
-    /// Returns a hash of the recorded calls that ignores the arguments and grids of kernels, so
-    /// that batches that differ only in these have equal hashes.
+    /// Returns a hash of the recorded GPU calls without the arguments and grid sizes of kernels, so
+    /// that similar call sequences have equal hashes.
     pub(super) fn compute_structure_hash(&self) -> u64 {
         let mut hash = self.calls.len() as u64;
         for call in &self.calls {
@@ -246,7 +247,7 @@ impl CallBatch {
     }
 }
 
-/// Updates the hash `hash` of recorded GPU calls with each of the numbers `words`.
+/// Updates `hash`, the hash of recorded GPU calls, with the numbers `words`, one after another.
 fn mix_into_hash(hash: &mut u64, words: impl IntoIterator<Item = u64>) {
     for word in words {
         *hash = (hash.rotate_left(5) ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15);

@@ -52,14 +52,14 @@ impl ExecutableGraph {
         unsafe { gpu.driver_graphs()?.cuGraphLaunch(self.executable, gpu.main_stream) }
     }
 
-    /// Returns whether the CUDA graph's nodes for the recorded calls with the indices `calls` are
-    /// known, so that they can be updated.
+    /// Returns whether the driver reported a graph node for each of the recorded calls with the
+    /// indices `calls`, without which these calls cannot be updated.
     pub(super) fn has_nodes_of_calls(&self, calls: &[usize]) -> bool {
         calls.iter().all(|call| self.nodes.get(*call).is_some_and(|node| !node.is_null()))
     }
 
-    /// Replaces the kernel launches with the indices `calls` in the CUDA graph by those of `batch`,
-    /// for all later launches of the graph.
+    /// Replaces the kernel launches number `calls` in the CUDA graph by the launches with these
+    /// numbers in `batch`, for all later launches of the graph.
     pub(super) fn update_kernels(&self, gpu: &GpuContext, batch: &CallBatch, calls: &[usize]) -> Result<()> {
         let driver = gpu.driver_graphs()?;
         for call in calls {
@@ -87,8 +87,8 @@ impl ExecutableGraph {
     }
 }
 
-/// Returns the CUDA graph node of the call that was captured last on the main stream. Returns null
-/// if the driver does not report it.
+/// Returns the CUDA graph node of the latest call on the main stream while the stream is being
+/// captured. Returns null if the driver does not report it.
 fn get_last_captured_node(gpu: &GpuContext) -> CUgraphNode {
     gpu.capture_info.as_ref().map_or(ptr::null_mut(), |info| info.query_last_node(gpu.main_stream))
 }

@@ -34,8 +34,8 @@ pub(super) struct AlgorithmCandidate {
 }
 
 impl AlgorithmCandidate {
-    /// Takes the algorithm from a result of cuBLASLt's heuristic, or returns `None` if the result
-    /// is a failure.
+    /// Extracts the algorithm and its workspace size from a result of cuBLASLt's heuristic, or
+    /// returns `None` if the result reports an error.
     ///
     /// # Safety
     ///
@@ -68,8 +68,8 @@ pub(super) struct AlgorithmSearch {
 }
 
 impl AlgorithmSearch {
-    /// Creates a search for the fastest algorithms on the GPU `gpu`, which stores its choices in
-    /// `directory`, if one is given.
+    /// Creates an object that finds the fastest matmul algorithms of the GPU `gpu`, and stores them
+    /// in `directory`, if one is given.
     pub(super) fn new(directory: Option<PathBuf>, gpu: &GpuProperties, library_version: usize) -> Self {
         AlgorithmSearch {
             directory,
@@ -120,8 +120,8 @@ impl AlgorithmSearch {
     }
 }
 
-/// Locks the cache directory, so that no other process searches for algorithms until the returned
-/// file is dropped. Returns `None` if the directory cannot be locked.
+/// Locks the cache directory of matmul algorithms against searches by other processes, until the
+/// returned file is dropped. Returns `None` if the directory cannot be locked.
 fn lock_directory(directory: &Path) -> Option<File> {
     fs::create_dir_all(directory).ok()?;
     let file = File::options().create(true).append(true).open(directory.join("products.lock")).ok()?;
@@ -129,8 +129,8 @@ fn lock_directory(directory: &Path) -> Option<File> {
     Some(file)
 }
 
-/// Reads which algorithm was chosen for a matmul from the cache file at `path`, and returns the one
-/// of `candidates` that equals it. Returns `None` if the file is invalid or names no candidate.
+/// Returns the one of `candidates`, cuBLASLt's current suggestions, that equals the algorithm
+/// stored in the cache file at `path`. Returns `None` if the file is invalid or names no candidate.
 fn read_stored_choice(path: &Path, candidates: &[AlgorithmCandidate]) -> Option<AlgorithmCandidate> {
     let algorithm = disk_cache::read_cache_file(path, ALGORITHM_MAGIC)?;
     candidates.iter().find(|one| one.as_bytes() == algorithm).copied()

@@ -1,10 +1,11 @@
-//! cuBLASLt's descriptors of matmuls, and of limits on the algorithms that may be used.
+//! cuBLASLt's descriptors of a matmul, and of limits (such as the largest workspace) for the
+//! algorithms that cuBLASLt suggests.
 use super::super::bindings::{Address, CublasLtApi, cublas_lt_sys::*};
 use super::super::error::Result;
 use std::{ffi::c_int, ptr, sync::Arc};
 
-/// GPU addresses of the scales and the bias of a matmul, which are part of cuBLASLt's descriptor
-/// although they differ from call to call.
+/// GPU addresses of the scales and the bias of one matmul call, which must be set in cuBLASLt's
+/// descriptor before the call.
 #[derive(Clone, Copy)]
 pub(super) struct ScaleAndBiasPointers {
     /// GPU addresses of the scales of `a` and `b`; `None` unless the operands are fp8.

@@ -4,7 +4,8 @@ use super::super::bindings::{
     cublas_lt_sys::{cublasLtMatmulAlgo_t, cublasLtMatmulAlgoConfigAttributes_t},
 };
 
-/// Report of the algorithm with which cuBLASLt computes the matmuls of one shape.
+/// The algorithm and the workspace size with which cuBLASLt computes matmuls of certain sizes,
+/// strides, types and alignments.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MatmulPlanReport {
     /// Sizes, strides, types and alignments of the matmul.

@@ -68,8 +68,8 @@ impl CublasLtHandle {
     }
 }
 
-/// The plan of a matmul: cuBLASLt's descriptors and the chosen algorithm, which all matmuls with
-/// equal properties share.
+/// cuBLASLt's descriptors and the chosen algorithm for matmuls with certain sizes, strides, types
+/// and alignments.
 pub(super) struct MatmulPlan {
     pub(super) descriptor: MatmulDescriptor,
     pub(super) layouts: Arc<MatrixLayouts>,
@@ -96,8 +96,8 @@ unsafe impl Send for MatrixLayouts {}
 unsafe impl Sync for MatrixLayouts {}
 
 impl MatrixLayouts {
-    /// Creates cuBLASLt's layouts of the operands and the result of `matmul`, but with the sizes
-    /// `[m, n, k]`.
+    /// Creates cuBLASLt's descriptions of the operands and the result of `matmul`, with the sizes
+    /// `[m, n, k]` in place of the sizes of `matmul`.
     pub(super) fn new(
         library: &Arc<CublasLtApi>,
         matmul: &Matmul,
@@ -131,8 +131,8 @@ impl Drop for MatrixLayouts {
     }
 }
 
-/// A matmul with its plan (algorithm and descriptors), addresses and workspace, which can be issued
-/// to a stream immediately or recorded.
+/// A matmul with all its arguments, its algorithm and its workspace, ready to be issued to a stream
+/// or recorded for a CUDA graph.
 #[derive(Clone)]
 pub(in super::super) struct PreparedMatmul {
     pub(super) lt: Arc<CublasLtHandle>,
@@ -168,9 +168,9 @@ impl PreparedMatmul {
         lt.issue_matmul(stream, matmul, descriptor, layouts.handles, algorithm)
     }
 
-    /// Returns numbers that identify the matmul and its addresses, for the hash by which a repeated
-    /// batch of GPU calls is recognized. The words of different matmuls may be equal, but rarely
-    /// are.
+    /// Returns numbers that identify the matmul by its sizes and addresses, for a hash by which
+    /// repeated sequences of GPU calls are found. The words of different matmuls may be equal, but
+    /// rarely are.
     pub(in super::super) fn list_words_to_hash(&self) -> [u64; 6] {
         let Matmul { m, n, a, b, c, .. } = self.matmul;
         [m as u64, n as u64, a.at, b.at, c.at, self.workspace]

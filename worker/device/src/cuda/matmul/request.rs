@@ -1,5 +1,5 @@
-//! The description of a matmul that cuBLASLt must compute ([`Matmul`]), and the key under which its
-//! plan is stored.
+//! A request for a matmul by cuBLASLt ([`Matmul`]), and the properties by which the algorithm
+//! chosen for the matmul is stored.
 use super::super::bindings::{Address, cublas_lt_sys::cudaDataType};
 use super::super::launch_log::log_non_kernel_call;
 use super::descriptors::ScaleAndBiasPointers;
@@ -7,11 +7,11 @@ use crate::buffer::Dtype;
 use crate::fp8::Fp8Format;
 use std::ffi::c_int;
 
-/// Largest alignment in bytes that is distinguished when an algorithm is chosen for a matmul by the
-/// alignments of its operands' addresses. A larger alignment makes no algorithm faster.
+/// Largest alignment in bytes of an operand's address that is taken into account when an algorithm
+/// is chosen for a matmul. A larger alignment makes no algorithm faster.
 const MAX_ALIGNMENT: u64 = 256;
-/// Largest alignment in bytes of an operand that is distinguished when an algorithm is chosen for a
-/// matmul of which one size varies from call to call.
+/// Largest alignment in bytes of an address that matters when an algorithm is chosen for a matmul
+/// whose size changes from call to call.
 const MAX_VARYING_ALIGNMENT: u32 = 16;
 
 /// Address and layout of a matrix in GPU memory that a matmul reads or writes.
@@ -44,26 +44,27 @@ pub(in super::super) struct Matmul {
     pub(in super::super) varying: Option<VaryingSize>,
 }
 
-/// Which size of a matmul differs from call to call: the number of rows of its result, or of terms
-/// in each sum, which is the number of tokens of an expert. An algorithm is chosen for a range of
-/// such sizes (a size bucket) instead of each of them.
+/// The size of a matmul that changes from call to call: `M` (rows of the result) or `K` (terms of
+/// each sum). An algorithm is chosen for a range of such sizes (a size bucket) instead of each of
+/// them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in super::super) enum VaryingSize {
     M,
     K,
 }
 
-/// The smallest size to which a size that varies from call to call is rounded up, when an algorithm
-/// of cuBLASLt is chosen for a matmul. Sizes up to this number share an algorithm.
+/// Smallest number to which a varying size of a matmul is rounded up when the algorithm for the
+/// matmul is chosen. Sizes up to this number share an algorithm.
 const MIN_SIZE_BUCKET: usize = 16;
 
-/// Rounds a size of a matmul that varies from call to call up to the next power of two, so that
-/// nearby sizes share one algorithm.
+/// Rounds a varying size of a matmul up to a power of two, so that one algorithm is chosen for all
+/// sizes that round to it.
 fn choose_size_bucket(size: usize) -> usize {
     size.max(MIN_SIZE_BUCKET).next_power_of_two()
 }
 
-/// Element types of the two operands of a matmul, with the scales of fp8 operands.
+/// Element types of the two operands of a matmul: one type for both, or for each an fp8 format and
+/// the address of its scale.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in super::super) enum OperandFormat {
     /// Both operands have this type.
@@ -79,9 +80,10 @@ impl Matmul {
         [self.m, self.n, self.k]
     }
 
-    /// Returns the properties of this matmul by which its plan (chosen algorithm and descriptors)
-    /// is stored; similar matmuls share a plan. They contain the size bucket in place of a varying
-    /// size. The rows of an expert begin anywhere, so the alignments are then limited to 16 bytes.
+    /// Returns the properties of this matmul (sizes, strides, types, alignments) by which its
+    /// algorithm is stored; a varying size is rounded up first. They contain the size bucket in
+    /// place of a varying size. The rows of an expert begin anywhere, so the alignments are then
+    /// limited to 16 bytes.
     pub(super) fn plan_key(&self) -> Key {
         let key = self.exact_key();
         let [m, n, k, strides @ ..] = key.sizes;
@@ -95,8 +97,8 @@ impl Matmul {
         Key { sizes: [m, n, k, a, b, c], alignments, ..key }
     }
 
-    /// Returns the properties by which a plan (algorithm and descriptors) for exactly this matmul
-    /// would be stored, without rounding a size that varies.
+    /// Returns the properties of this matmul by which an algorithm is chosen for it, with its exact
+    /// sizes.
     pub(super) fn exact_key(&self) -> Key {
         Key {
             sizes: [self.m, self.n, self.k, self.a.stride, self.b.stride, self.c.stride],
@@ -169,8 +171,8 @@ impl OperandFormat {
     }
 }
 
-/// The properties of a matmul on which the choice of the fastest algorithm depends, by which chosen
-/// algorithms are stored.
+/// The sizes, strides, types and alignments of a matmul, which decide which algorithm is fastest
+/// and by which the chosen algorithm is stored.
 ///
 /// The `Debug` text of the key is hashed into the names of stored choices. Renaming the type or a
 /// field would discard all stored choices.
