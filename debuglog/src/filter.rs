@@ -47,8 +47,8 @@ impl Filter {
         }
     }
 
-    /// Returns the log filter of a process, parsed from `directives` or, if these are absent or
-    /// blank, derived from the number of `-v` options on the command line.
+    /// Returns the log filter of a process: the parsed `directives`, or, if they are absent or
+    /// blank, the filter for the number of `-v` options.
     ///
     /// # Errors
     /// Fails if the directives are invalid.

@@ -19,8 +19,8 @@ use line_sink::{LineSink, TerminalWriter};
 use std::{io, path::Path, sync::OnceLock};
 use tracing_subscriber::{Layer, fmt, layer::SubscriberExt};
 
-/// The log filter of this process, and the sink that writes its debug log; empty until [`start`] is
-/// called.
+/// The debug log of this process: its filter, and the sink that takes its lines, or nothing before
+/// [`start`] is called.
 static LOG: OnceLock<(Filter, LineSink)> = OnceLock::new();
 
 /// Starts the debug log of this process, which contains the `tracing` events that `filter` selects.

@@ -16,11 +16,11 @@ use std::{
 };
 use tracing_subscriber::fmt::MakeWriter;
 
-/// The size limit of a debug log file, in bytes. A full file is renamed to `NAME.1`, which replaces
-/// an older one.
+/// The size in bytes at which a debug log file is full, so that launch renames the file and begins
+/// a new one. A full file is renamed to `NAME.1`, which replaces an older one.
 pub const MAX_FILE_BYTES: u64 = 8 << 20;
-/// The largest number of debug log lines that wait in memory to be written to the log file. Further
-/// lines are dropped.
+/// The largest number of debug log lines that a process keeps in memory until its log thread writes
+/// them to the file. Further lines are dropped.
 const MAX_QUEUED_LINES: usize = 1024;
 /// How long a process that is about to end waits until its queued log lines are written.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
@@ -33,8 +33,8 @@ enum WriterRequest {
     Flush(SyncSender<()>),
 }
 
-/// The log lines that are not in the file yet: a list while no file is open, later the queue of the
-/// thread that writes the file.
+/// The destination of new debug log lines: a list in memory before the log file is open, and the
+/// queue of the log thread afterwards.
 enum PendingLines {
     /// The collected lines, while no file is open yet.
     Memory(Vec<Vec<u8>>),
@@ -94,8 +94,8 @@ impl LineSink {
         }
     }
 
-    /// Queues a log line for the thread that writes the file, without blocking. Drops and counts
-    /// the line if the queue is full.
+    /// Passes a log line to the thread that writes the file, or stores the line in memory while no
+    /// file is open, without blocking. Drops and counts the line if the queue is full.
     fn push(&self, line: &[u8]) {
         let is_queued = match &mut *self.lock() {
             PendingLines::Memory(lines) if lines.len() < MAX_QUEUED_LINES => {
@@ -110,8 +110,8 @@ impl LineSink {
         }
     }
 
-    /// Locks the mutex of the log lines that wait to be written, even if another thread panicked
-    /// while it held the lock.
+    /// Locks the mutex of the pending log lines, and ignores that a thread may have panicked while
+    /// it held the lock.
     fn lock(&self) -> MutexGuard<'_, PendingLines> {
         self.destination.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
@@ -132,7 +132,8 @@ fn write_received_lines(file: &mut CappedFile, requests: &Receiver<WriterRequest
     }
 }
 
-/// The permissions with which a debug log file is created. Only the user can read the file.
+/// The permissions of a new debug log file: `0600`, so that only the user who started launch can
+/// read or write it. Only the user can read the file.
 const FILE_MODE: u32 = 0o600;
 
 /// A log file whose size is limited: a full file is renamed to `NAME.1`, and a new one is begun.

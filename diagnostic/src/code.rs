@@ -56,8 +56,9 @@ pub struct CodeInfo {
 pub struct Code(&'static CodeInfo);
 
 impl Code {
-    /// Creates a diagnostic code from its explanation. Only the tables in [`crate::codes`] call
-    /// this function, so that every code has an explanation.
+    /// Creates a diagnostic code from `info`, which contains the name of the code, its exit
+    /// category and its explanation. Only the tables in [`crate::codes`] call this function, so
+    /// that every code has an explanation.
     pub(crate) const fn new(info: &'static CodeInfo) -> Self {
         Code(info)
     }

@@ -1,5 +1,5 @@
-//! Renders the explanations of diagnostic codes as Markdown: of one code for `launch explain`, and
-//! of all codes for docs/errors.md.
+//! Renders the explanations of diagnostic codes as Markdown: a single one for `launch explain`, or
+//! all of them for docs/errors.md.
 use crate::{Category, Code, codes};
 use std::fmt::Write;
 

@@ -113,8 +113,8 @@ impl Diagnostic {
         self
     }
 
-    /// Adds advice for the user: the remedy from the explanation of the diagnostic's code. The
-    /// remedy loses its full stop, and begins in lower case.
+    /// Adds advice for the user, taken from the remedy that the explanation of the diagnostic's
+    /// code contains. The remedy loses its full stop, and begins in lower case.
     pub fn with_remedy(self) -> Self {
         let remedy = self.0.code.info().remedy.trim_end_matches('.');
         let mut chars = remedy.chars();
@@ -139,8 +139,8 @@ impl Diagnostic {
         self
     }
 
-    /// Adds one of the separate errors that this diagnostic summarizes, such as one mistake in a
-    /// job file with 3 errors. For example, each mistake in a job file is a detail of the error
+    /// Adds `detail`, one of several errors that this diagnostic sums up, such as one of three
+    /// mistakes in a job file. For example, each mistake in a job file is a detail of the error
     /// that rejects the file.
     pub fn with_detail_diagnostic(mut self, detail: Diagnostic) -> Self {
         self.0.details.push(detail);

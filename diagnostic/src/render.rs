@@ -15,8 +15,8 @@ const MAX_SHOWN_LINE_CHARS: usize = 400;
 /// last line states how many were left out.
 const MAX_SHOWN_DIAGNOSTICS: usize = 40;
 
-/// Renders a diagnostic, and the single diagnostics that it summarizes (its details), as text for
-/// the terminal. The text ends with a line break.
+/// Renders a diagnostic as text for the terminal, together with its details: the separate errors
+/// that it sums up, such as mistakes in a job file. The text ends with a line break.
 ///
 /// The details come first, followed by `diagnostic` itself. If there is exactly one detail, the
 /// message of `diagnostic` is left out, and only its causes and help are shown. Unprintable
@@ -158,8 +158,8 @@ fn replace_unprintable_in_location(location: &Location) -> Location {
     }
 }
 
-/// Returns the byte range in `text` of the `width` characters that begin at character `column`,
-/// counted from 1. If `text` has fewer characters, the range ends at the end of `text`.
+/// Converts a range of characters in a line, given by its first column (from 1) and its width, to a
+/// range of bytes in `text`. If `text` has fewer characters, the range ends at the end of `text`.
 fn compute_byte_range(text: &str, column: u32, width: u32) -> std::ops::Range<usize> {
     let at = |chars: usize| text.char_indices().nth(chars).map_or(text.len(), |(byte, _)| byte);
     let first = column.saturating_sub(1) as usize;

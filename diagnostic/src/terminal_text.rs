@@ -9,10 +9,9 @@ const REPLACEMENT_CHAR: char = char::REPLACEMENT_CHARACTER;
 /// The terminal control sequence that resets text to the default color.
 const COLOR_RESET: &str = "\x1b[0m";
 
-/// Returns whether `c` must not be printed on a terminal: whether it is a control character, or
-/// changes the direction or layout of text. Such characters are C0, DEL and C1 (including line
-/// breaks and tabs), line separators, bidirectional controls, deprecated format controls,
-/// annotations and tags.
+/// Returns whether the character `c` could disturb a terminal, as control characters and changes of
+/// the writing direction do. Such characters are C0, DEL and C1 (including line breaks and tabs),
+/// line separators, bidirectional controls, deprecated format controls, annotations and tags.
 pub fn is_unprintable(c: char) -> bool {
     c.is_control()
         || matches!(c,

@@ -128,8 +128,8 @@ async fn get_key_repeatedly(mut stream: TcpStream) -> BenchResult<()> {
     Ok(())
 }
 
-/// Finds the process of this machine that listens at the TCP port `port`, which is the store that
-/// the benchmark measures. Returns the path of its `/proc/PID/stat`.
+/// Finds the process of the measured store, which is the one that listens at the TCP port `port` of
+/// this machine. Returns the path of its `/proc/PID/stat`.
 fn find_listening_process(port: u16) -> BenchResult<PathBuf> {
     const TCP_STATE_LISTEN: &str = "0A";
     for table in ["/proc/self/net/tcp", "/proc/self/net/tcp6"] {
@@ -147,8 +147,8 @@ fn find_listening_process(port: u16) -> BenchResult<PathBuf> {
     Err(format!("no process of this user listens at port {port} of this machine").into())
 }
 
-/// Finds a process of this machine that has the socket `socket` open, by the links in /proc/PID/fd.
-/// Returns the directory of the process in /proc.
+/// Finds a process of this machine that has the socket `socket`, written as `socket:[INODE]`, among
+/// its open files. Returns the directory of the process in /proc.
 fn find_socket_owner(socket: &str) -> Option<PathBuf> {
     let list = |dir: PathBuf| fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     list("/proc".into()).find(|process| {
@@ -156,8 +156,8 @@ fn find_socket_owner(socket: &str) -> Option<PathBuf> {
     })
 }
 
-/// Returns the CPU time (user and system time) in seconds that a process has used, read from
-/// `stat`, the path of the process's `/proc/PID/stat`.
+/// Reads the file `/proc/PID/stat` at the path `stat`, and returns the CPU time in seconds (user
+/// and system) that the process has used.
 fn read_cpu_seconds(stat: &PathBuf) -> BenchResult<f64> {
     let stat = fs::read_to_string(stat)?;
     let (_, after_name) = stat.rsplit_once(')').ok_or("/proc/PID/stat has no process name")?;

@@ -8,10 +8,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a thread waits before it repeats a failed write for the first time. Each further
-/// failure doubles the pause.
+/// The pause between the first failure of a file write, for example on a full disk, and its first
+/// repetition. Each further failure doubles the pause.
 pub(crate) const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(50);
-/// The longest time that a thread waits before it repeats a failed write once more.
+/// The longest pause between two repetitions of a failed file write.
 pub(crate) const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(2);
 
 /// A function in the queue of a [`BackgroundThread`], which calls the function once on its separate
@@ -26,8 +26,8 @@ pub(crate) struct BackgroundThread {
     queue: Arc<QueueCloser>,
 }
 
-/// Closes the job queue of a [`BackgroundThread`] when the last handle of the thread is dropped, so
-/// that the thread ends after the queued jobs.
+/// Closes the queue of a [`BackgroundThread`] when the last handle of the thread is dropped, so
+/// that the thread ends once it has called all queued functions.
 #[derive(Debug)]
 struct QueueCloser(Arc<JobQueue>);
 
@@ -73,7 +73,8 @@ impl std::fmt::Debug for QueueState {
 }
 
 impl JobQueue {
-    /// Locks the mutex of the queued jobs and of the state of the thread.
+    /// Locks the mutex around the waiting functions and the state of the thread, even if a thread
+    /// has panicked while it held the lock.
     fn lock_state(&self) -> MutexGuard<'_, QueueState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -156,8 +157,8 @@ impl WriteRetrySwitch {
         self.0.1.notify_all();
     }
 
-    /// Sleeps for `pause` before a failed file write is repeated, or for less if the repetition of
-    /// writes is switched off meanwhile. Returns `false` once the repetitions have ended.
+    /// Sleeps for `pause` before a failed file write is repeated, or until this switch is turned
+    /// off. Returns `false` once the repetitions have ended.
     fn wait_before_retry(&self, pause: Duration) -> bool {
         let has_ended = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.0.1.wait_timeout_while(has_ended, pause, |has_ended| !*has_ended);
@@ -165,11 +166,11 @@ impl WriteRetrySwitch {
     }
 }
 
-/// Writes all of `bytes` to a file, and repeats failed writes until they succeed or the switch
-/// `retries` stops the repetitions. A write that succeeded in part continues behind its last byte.
-/// `on_failure` is called with the first error. Fails with the number of unwritten bytes and the
-/// last error if `retries` ends the repetitions, or if the error is permanent, such as that of a
-/// closed descriptor.
+/// Writes all of `bytes` to a file, and repeats writes with temporary errors, such as a full disk,
+/// until they succeed or `retries` is switched off. A write that succeeded in part continues behind
+/// its last byte. `on_failure` is called with the first error. Fails with the number of unwritten
+/// bytes and the last error if `retries` ends the repetitions, or if the error is permanent, such
+/// as that of a closed descriptor.
 ///
 /// Blocks for as long as the disk is full or stalls, so it is called in jobs of a
 /// [`BackgroundThread`] only.

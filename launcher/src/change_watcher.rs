@@ -102,8 +102,8 @@ impl ChangeWatcher {
         true
     }
 
-    /// Returns the mode of the inotify watches: recursive for a directory tree, and nonrecursive
-    /// for a file, whose directory is watched.
+    /// Returns whether inotify watches subdirectories, too, which is the case for a directory tree
+    /// but not for the directory of a watched file.
     fn recursive_mode(&self) -> RecursiveMode {
         match self.target {
             WatchTarget::File(_) => RecursiveMode::NonRecursive,
@@ -146,9 +146,9 @@ impl ChangeWatcher {
     }
 }
 
-/// Returns whether an inotify event reports a change near the watched path, such as a finished
-/// write, a creation, a deletion or a new name. Opening and reading a file are no changes. A write
-/// counts when the file is closed, so that a log file in the same directory causes no wake-ups.
+/// Returns whether an inotify event in a watched directory reports a finished write, a creation, a
+/// deletion, a new name or lost events. Opening and reading a file are no changes. A write counts
+/// when the file is closed, so that a log file in the same directory causes no wake-ups.
 fn may_change_target(event: &Event) -> bool {
     match event.kind {
         EventKind::Access(AccessKind::Close(AccessMode::Write)) => true,
@@ -157,9 +157,9 @@ fn may_change_target(event: &Event) -> bool {
     }
 }
 
-/// Lists the existing paths that must be watched to notice changes of `target`, a file or a
-/// directory tree. For a file on a local file system, these are its directory and the directory of
-/// a link's target, because editors replace a file by a new one.
+/// Lists the existing files and directories that launch must observe in order to notice a change of
+/// `target`, a file or a directory tree. For a file on a local file system, these are its directory
+/// and the directory of a link's target, because editors replace a file by a new one.
 fn list_watched_paths(target: &WatchTarget, is_polled: fn(&Path) -> bool) -> Vec<WatchedPath> {
     let paths = match target {
         WatchTarget::Tree(path) => vec![path.clone()],
@@ -180,7 +180,7 @@ fn list_watched_paths(target: &WatchTarget, is_polled: fn(&Path) -> bool) -> Vec
     watched
 }
 
-/// Returns the directory of a file, `.` for a bare file name.
+/// Returns the directory part of a path, or `.` if the path is a bare file name.
 fn find_parent(path: &Path) -> PathBuf {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),

@@ -37,7 +37,8 @@ pub(crate) struct Cli {
     pub(crate) json_schema: Option<EventSchema>,
 }
 
-/// The result of parsing the command line: a command to run, a text to print, or an error.
+/// A parsed command line of `launch`: the command to run, the help or version text to print, or the
+/// error about wrong arguments.
 #[derive(Debug)]
 pub(crate) enum ParsedArgs {
     /// The arguments are valid and request a command.
@@ -49,7 +50,8 @@ pub(crate) enum ParsedArgs {
     Invalid(Diagnostic, OutputFormat),
 }
 
-/// Parses the command line of `launch`. The first element of `args` is the name of the program.
+/// Parses the command line of `launch` into the command to run, a text to print, or an error about
+/// wrong arguments. The first element of `args` is the name of the program.
 pub(crate) fn parse_command_line(args: impl Iterator<Item = OsString>) -> ParsedArgs {
     let args = insert_default_command(insert_drop_in_command(args.collect()).into_iter());
     let format = detect_requested_format(&args);

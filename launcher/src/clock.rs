@@ -35,8 +35,8 @@ impl RunningClock {
         self.last.elapsed() > MAX_CLOCK_ADVANCE
     }
 
-    /// Makes the clock ignore the time since its last reading, in which this process was probably
-    /// stopped.
+    /// Excludes the time since the clock's last reading from the time that the clock measures,
+    /// because this process was probably stopped.
     pub(crate) fn skip_pause(&mut self) {
         self.last = Instant::now();
     }

@@ -34,8 +34,8 @@ use jobspec::JobSpec;
 use protocol::control::BatchJobRecord;
 use std::time::Duration;
 
-/// The providers of hosts, such as Slurm or SSH, in the order in which launch asks each whether it
-/// provides the hosts of a job. The last one accepts every job.
+/// All providers of hosts, such as Slurm or SSH, in the order in which launch asks them whether
+/// they provide the hosts of a job. The last one accepts every job.
 static PROVIDERS: &[&dyn Cluster] = &[
     &join::JoinCluster,
     &pbs_and_lsf::PBS,
@@ -129,7 +129,8 @@ pub(crate) fn find_batch_job_end() -> diagnostic::Result<Option<BatchJobEnd>> {
     PROVIDERS.iter().find_map(|provider| provider.find_batch_job_end().transpose()).transpose()
 }
 
-/// Returns whether a SIGTERM to this process means that the batch system is about to end the job.
+/// Returns whether launch runs under a batch system, as in a Slurm step, that announces the end of
+/// the job by sending SIGTERM to this process.
 pub(crate) fn sigterm_announces_job_end() -> bool {
     PROVIDERS.iter().any(|provider| provider.sigterm_announces_end())
 }
@@ -140,8 +141,8 @@ pub(crate) fn find_kill_report_delay() -> Duration {
     PROVIDERS.iter().map(|provider| provider.kill_report_delay()).max().unwrap_or_default()
 }
 
-/// Returns the names of this process's environment variables that the workers of a job must not
-/// inherit. See [`Cluster::hidden_variables`].
+/// Returns the names of environment variables, such as Slurm's task variables, that workers must
+/// not inherit because they describe only this process. See [`Cluster::hidden_variables`].
 pub(crate) fn list_hidden_variables(job: &JobSpec) -> Vec<String> {
     PROVIDERS.iter().flat_map(|provider| provider.hidden_variables(job)).collect()
 }

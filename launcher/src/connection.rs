@@ -1,5 +1,5 @@
-//! Control connections between controller, agents and workers, which carry messages over any byte
-//! stream.
+//! Control connections between controller, agents and workers, which carry messages over byte
+//! streams such as TCP connections and pipes.
 //!
 //! A connection inside SSH or through a pipe carries unencrypted frames. Any other connection
 //! begins with the [`handshake`] and is encrypted.

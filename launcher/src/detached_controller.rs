@@ -68,8 +68,8 @@ pub(crate) fn start_detached_controller(
     Ok(DetachedStart::Started(child.id()))
 }
 
-/// Creates the standard input of a detached controller: an unnamed file in memory (memfd) that
-/// contains `content`.
+/// Writes `content` to an unnamed file in memory (memfd), which becomes the standard input of a
+/// detached controller.
 fn create_stdin_file(content: &[u8]) -> io::Result<Stdio> {
     if content.is_empty() {
         return Ok(Stdio::null());

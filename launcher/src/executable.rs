@@ -14,8 +14,8 @@ pub(crate) fn hash_executable() -> io::Result<String> {
     hash_file_blake3(&mut File::open("/proc/self/exe")?)
 }
 
-/// Flushes launch's running executable to disk (fsync) and prints its BLAKE3 hash, by which launch
-/// verifies the copy that it has made on a remote host. Returns the exit code.
+/// Prints the BLAKE3 hash of the running executable after flushing it to disk, so that launch can
+/// verify the copy that it has made on a remote host. Returns the exit code.
 pub(crate) fn sync_and_print_executable_hash() -> u8 {
     let hash = File::open("/proc/self/exe").and_then(|mut file| {
         file.sync_all()?;

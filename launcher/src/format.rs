@@ -29,8 +29,8 @@ pub(crate) fn format_first_error(errors: &[Diagnostic]) -> String {
     }
 }
 
-/// Formats a warning or note as one line that begins with the line of the job file, or the subject,
-/// to which the message refers.
+/// Formats a diagnostic as one line with its severity, its code and its text, such as
+/// `warning[CODE]: SUBJECT: TEXT`.
 pub(crate) fn format_notice(notice: &Diagnostic) -> String {
     let severity = match notice.severity() {
         Severity::Error => "error",
@@ -89,10 +89,10 @@ pub(crate) fn format_hosts(names: &[String]) -> String {
     }
 }
 
-/// Groups ranks that have equal values, such as the same phase of work, and sorts the groups by
-/// their number of ranks. Returns each distinct value with the ranks that have the value, formatted
-/// by [`format_ranks`]. The most common value comes first: `[("0-2", value), …]`. The ranks in
-/// `values` must be in ascending order.
+/// Groups ranks that have equal values, such as equal phases of their work, and sorts the groups so
+/// that the largest one comes first. Returns each distinct value with the ranks that have the
+/// value, formatted by [`format_ranks`]. The most common value comes first: `[("0-2", value), …]`.
+/// The ranks in `values` must be in ascending order.
 pub(crate) fn group_ranks_by_value<'a, T: PartialEq>(
     values: impl IntoIterator<Item = (Rank, &'a T)>,
 ) -> Vec<(String, &'a T)> {

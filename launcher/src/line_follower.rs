@@ -8,11 +8,13 @@ use std::{
     time::Duration,
 };
 
-/// How long callers wait before they look again whether the followed file has grown.
+/// The interval at which users of [`LineFollower`] check whether the file that they follow has
+/// grown.
 pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The largest number of bytes that one call of [`LineFollower::read_lines`] reads.
 const CHUNK_BYTES: usize = 64 << 10;
-/// The number of bytes without a line end after which the bytes are passed to the caller as a line.
+/// The length in bytes from which on an unfinished line of the followed file counts as a whole
+/// line.
 const MAX_LINE_BYTES: usize = 1 << 20;
 
 /// Reads the lines of a growing file, beginning at a byte offset. If the file at the path is

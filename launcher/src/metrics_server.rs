@@ -29,7 +29,7 @@ const SOCKET_MODE: Mode = Mode::S_IRUSR.union(Mode::S_IWUSR);
 /// The largest number of clients that wait until the server accepts their connections.
 const MAX_WAITING_CLIENTS: i32 = 16;
 
-/// The handle of the thread that serves the metrics of a run, which ends the thread when it is
+/// The HTTP server for the metrics of one run, which runs in a separate thread until this handle is
 /// dropped. The thread reads the files of the run directory, so the controller does not wait for
 /// it.
 #[derive(Debug)]
@@ -73,7 +73,7 @@ impl Drop for MetricsServer {
     }
 }
 
-/// The only run whose metrics this server serves: the run that this process controls.
+/// The source of the metrics server's data: the one run that this process controls.
 struct SingleRun(RunInfo);
 
 impl RunSource for SingleRun {

@@ -21,8 +21,8 @@ use jobspec::JobSpec;
 use std::path::Path;
 use stored_run::StoredMlflowRun;
 
-/// Reads the MLflow settings for a controller that takes over a run, and keeps the server on which
-/// the lost controller recorded the run.
+/// Returns the MLflow settings for a controller that takes over a run, with the MLflow server to
+/// which the lost controller sent the run's data.
 pub(crate) fn resolve_stored_settings(
     job: &JobSpec,
     run_dir: &Path,

@@ -57,8 +57,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Inserts the variables `MASTER_ADDR` and `MASTER_PORT`, by which workers find rank 0, into
-    /// `env`, the environment of a worker. A value that is not known yet is shown as `auto`.
+    /// Adds `MASTER_ADDR` and `MASTER_PORT`, the address and port of rank 0, to a worker's
+    /// environment variables `env`. A value that is not known yet is shown as `auto`.
     pub(crate) fn insert_rendezvous(&self, env: &mut Vec<(String, String)>) {
         let address = self.master_address.map_or_else(|| "auto".to_owned(), |address| address.to_string());
         let port = self.master_port.map_or_else(|| "auto".to_owned(), |port| port.to_string());
@@ -99,8 +99,8 @@ pub fn plan_attempt(
     build_plan(job, hosts, run, attempt).map_err(|error| vec![error])
 }
 
-/// Fails if the job has no workers on its `hosts` hosts, or more than launch supports. The built-in
-/// training supports fewer workers than programs.
+/// Fails if the job's number of workers, `world`, is 0 or exceeds the number that launch supports
+/// for the kind of job. The built-in training supports fewer workers than programs.
 fn check_world_size(job: &JobSpec, world: u64, hosts: usize) -> diagnostic::Result<()> {
     let (kind, limit) = match job.run.command {
         Some(_) => ("a program", MAX_WORKERS),
@@ -317,7 +317,7 @@ fn compute_host_allocation(job: &JobSpec, host: &JobHost) -> diagnostic::Result<
     }
 }
 
-/// Returns the copy of the job for the hosts in one attempt (start of all workers), with the
+/// Returns a copy of the job for the agents in one attempt (start of all workers), with the
 /// checkpoint from which the attempt resumes. The job of a program does not contain the list of
 /// hosts.
 fn adapt_job_to_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
@@ -337,8 +337,8 @@ fn adapt_job_to_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
     job
 }
 
-/// Returns whether built-in training resumes from the newest checkpoint of earlier runs of its
-/// batch job, such as a requeued Slurm job.
+/// Returns whether built-in training is to search for a checkpoint of earlier runs of its batch
+/// job, such as a requeued Slurm job.
 ///
 /// A checkpoint of this run takes precedence. With `resume.from: auto`, the newest checkpoint in
 /// `checkpoint.dir` does.
@@ -357,8 +357,9 @@ pub(crate) fn list_device_labels(job: &JobSpec, inventory: &HostInventory, worke
     (0..workers).map(|rank| accelerators.device_label_of_worker(rank)).collect()
 }
 
-/// Returns the absolute path of the run directory, which contains the logs and events of the run.
-/// The names of the job and of the run replace the placeholders of `run.logs.dir`.
+/// Returns the path of the run directory (the directory of the run's logs and events), which is
+/// built from the working directory and `run.logs.dir`. The names of the job and of the run replace
+/// the placeholders of `run.logs.dir`.
 fn resolve_run_dir(job: &JobSpec, run: &RunId) -> PathBuf {
     let dir = job.run.logs.dir.replace("{name}", &job.name).replace("{run}", &run.0);
     job.run.workdir.join(dir)

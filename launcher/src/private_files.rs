@@ -36,8 +36,8 @@ pub(crate) fn create_or_truncate_private_file(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create(true).truncate(true).mode(PRIVATE_FILE_MODE).open(path)
 }
 
-/// Opens a regular file for reading, and returns an error for a directory, a pipe or a device.
-/// Fails, without blocking, for a pipe or another special file.
+/// Opens a file for reading if it is a regular file, and otherwise fails without blocking, for
+/// example for a directory or a pipe. Fails, without blocking, for a pipe or another special file.
 pub(crate) fn open_regular_file(path: &Path) -> io::Result<File> {
     open_regular_with_flags(path, 0, |_| true)
 }

@@ -32,8 +32,8 @@ pub(crate) struct BoundRendezvous {
     coordinator: Option<TcpListener>,
 }
 
-/// The service at the port `MASTER_PORT`: a socket that reserves the port for rank 0, or launch's
-/// own server for `TCPStore` clients.
+/// What holds the port `MASTER_PORT`: a socket that reserves the port until rank 0 binds it, or
+/// launch's own server for torch's `TCPStore` clients.
 #[derive(Debug)]
 enum RendezvousService {
     /// A port that is reserved for rank 0, and its number. Rank 0 will bind the port.
@@ -43,8 +43,8 @@ enum RendezvousService {
 }
 
 impl RendezvousService {
-    /// Reserves the rendezvous port for rank 0 or, if `bind.store` is set, starts launch's own
-    /// server for `TCPStore` clients at the port.
+    /// Binds the port `MASTER_PORT`, either to reserve it for rank 0 or to start launch's own
+    /// server for torch's `TCPStore` clients.
     fn bind(bind: &RendezvousRequest, messages: &mpsc::Sender<String>) -> io::Result<RendezvousService> {
         if bind.store {
             let server = StoreServer::start(bind.address, bind.port, &bind.allowed, messages.clone())?;
@@ -65,10 +65,10 @@ impl RendezvousService {
 }
 
 impl BoundRendezvous {
-    /// Reserves the rendezvous port for rank 0, or starts launch's own server for `TCPStore`
-    /// clients at the port, as `bind` requests. Also reserves the port of JAX's coordinator, if
-    /// `bind` requests it and the port is free. The store sends lines for the user to `messages`.
-    /// Fails if the port is taken, or if the store cannot serve that many clients.
+    /// Binds the port `MASTER_PORT` before the workers start, to reserve it for rank 0 or to serve
+    /// torch's `TCPStore` clients there. Also reserves the port of JAX's coordinator, if `bind`
+    /// requests it and the port is free. The store sends lines for the user to `messages`. Fails if
+    /// the port is taken, or if the store cannot serve that many clients.
     pub(crate) fn bind(
         bind: &RendezvousRequest,
         messages: &mpsc::Sender<String>,
@@ -87,9 +87,9 @@ impl BoundRendezvous {
         Err(build_port_error(bind, &error))
     }
 
-    /// Returns an iterator that tries to bind one possible rendezvous port after the other,
-    /// preferably one with a free next port for JAX's coordinator. The iterator ends after a
-    /// failure for which other ports do not help.
+    /// Returns an iterator that tries to bind the possible values of `MASTER_PORT` in turn, first
+    /// with the next port for JAX's coordinator, then without. The iterator ends after a failure
+    /// for which other ports do not help.
     fn bind_candidates(
         bind: &RendezvousRequest,
         messages: &mpsc::Sender<String>,
@@ -139,8 +139,8 @@ impl BoundRendezvous {
         self.service.port()
     }
 
-    /// Prepares the rendezvous port for workers that are about to start: releases the reserved
-    /// port, or hands over the running `TCPStore` server.
+    /// Releases the reserved port `MASTER_PORT` just before the workers start, or returns the
+    /// running server for torch's `TCPStore` clients at this port.
     ///
     /// Returns the number of the port, and the store if there is one. The caller must keep the
     /// store for as long as the workers run.

@@ -18,8 +18,8 @@ pub(crate) unsafe fn overwrite_secret_arguments() {
     overwrite_secrets_in_place(area);
 }
 
-/// Overwrites the values of secret variables and options with `*` in `area`, the memory that
-/// contains the arguments of a process. In `area`, a zero byte follows each argument. Overwriting
+/// Overwrites the secret values in the command-line arguments of a process with `*`, directly in
+/// the memory of the arguments, `area`. In `area`, a zero byte follows each argument. Overwriting
 /// begins at the first byte that must be hidden and continues to the end of the argument.
 fn overwrite_secrets_in_place(area: &mut [u8]) {
     let words: Vec<String> =

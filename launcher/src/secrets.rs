@@ -38,8 +38,8 @@ pub(crate) struct SecretVariables {
 }
 
 impl SecretVariables {
-    /// Extracts the secret variables of a running job from a worker's environment, for a controller
-    /// that takes over the run.
+    /// Collects the secret variables of a running job from the environment of one of its workers,
+    /// when a new controller takes over the run.
     pub(crate) fn from_worker_env(run: &RunSpec, env: &[(String, String)]) -> SecretVariables {
         let find = |(name, _): &(String, EnvSource)| env.iter().rfind(|(other, _)| other == name).cloned();
         let pairs = env.iter().map(|(name, value)| (name.into(), value.into()));
@@ -86,8 +86,8 @@ pub(crate) fn resolve_secret_variables(run: &RunSpec) -> Result<SecretVariables,
     if errors.is_empty() { Ok(SecretVariables { referenced, passed }) } else { Err(errors) }
 }
 
-/// Returns the value of an environment variable without passwords of URLs, or a placeholder if the
-/// name of the variable looks like that of a secret.
+/// Returns the value of an environment variable in a form that may be printed, without passwords of
+/// URLs and without values of probable secrets.
 pub(crate) fn redact_secret_value<'a>(name: &str, value: &'a str) -> Cow<'a, str> {
     match is_probable_secret_name(name) && !value.is_empty() {
         true => REDACTED.into(),
@@ -95,8 +95,8 @@ pub(crate) fn redact_secret_value<'a>(name: &str, value: &'a str) -> Cow<'a, str
     }
 }
 
-/// Returns a copy of the job that may be printed and stored: a placeholder replaces each value
-/// whose name suggests a secret. In the copy, [`REDACTED`] replaces values of `run.env` and of
+/// Returns a copy of the job that may be printed and stored, in which placeholders replace the
+/// values of probable secrets. In the copy, [`REDACTED`] replaces values of `run.env` and of
 /// options in `run.command` whose names suggest a secret, and passwords of URLs there are hidden.
 pub(crate) fn redact_job_secrets(job: &JobSpec) -> JobSpec {
     let mut redacted = job.clone();
@@ -113,10 +113,10 @@ pub(crate) fn redact_job_secrets(job: &JobSpec) -> JobSpec {
     redacted
 }
 
-/// Returns the variables of `environment` (the environment of the user or of a worker) whose names
-/// match the patterns of `run.pass_env`, sorted by name. Leaves out variables that launch or
-/// `run.env` sets, those that select GPUs, and those of [`USER_OVERRIDABLE_VARIABLES`]. Fails if a
-/// pattern is not valid, or if too many variables match.
+/// Returns those variables of an environment whose names match the patterns of `run.pass_env`, in
+/// the order of their names. Leaves out variables that launch or `run.env` sets, those that select
+/// GPUs, and those of [`USER_OVERRIDABLE_VARIABLES`]. Fails if a pattern is not valid, or if too
+/// many variables match.
 pub(crate) fn select_passed_variables(
     run: &RunSpec,
     environment: impl Iterator<Item = (OsString, OsString)>,

@@ -22,12 +22,12 @@ use std::error::Error;
 /// The result of parsing untrusted input: success, or the first error.
 pub type ParseResult = Result<(), Box<dyn Error + Send + Sync>>;
 
-/// The number of leading lines of an untrusted hostfile that are also tried as DeepSpeed's host
-/// filters (`--include` and `--exclude`).
+/// The number of lines at the start of an untrusted hostfile that are also parsed as DeepSpeed's
+/// host filters (`--include`, `--exclude`).
 const MAX_FILTER_LINES: usize = 8;
 
-/// Parses untrusted bytes as messages on a connection between controller and agent, or between
-/// agent and worker. Fails if the bytes do not match any of the four message types.
+/// Parses untrusted bytes as messages from or to an agent, and as messages from or to a worker, and
+/// fails if no parser accepts them. Fails if the bytes do not match any of the four message types.
 pub fn parse_control_stream(bytes: &[u8]) -> ParseResult {
     let parsers: [fn(&[u8]) -> ParseResult; 4] = [
         |bytes| parse_frames(bytes, |_: FromAgent| ()),
@@ -39,11 +39,11 @@ pub fn parse_control_stream(bytes: &[u8]) -> ParseResult {
     parsers.iter().map(|parse| parse(bytes)).reduce(|one, other| one.or(other)).unwrap_or(Ok(()))
 }
 
-/// Parses untrusted bytes as messages in the tree of agents, and passes each message to the routers
-/// of a controller and an agent.
+/// Parses untrusted bytes as messages between agents, and lets the message routers of a controller
+/// and of an agent process each message.
 pub fn parse_tree_frames(bytes: &[u8]) -> ParseResult {
-    /// The numbers of the two simulated connections, to a parent and to a child, over which a
-    /// router gets the untrusted messages.
+    /// The numbers of the two simulated connections between agents from which the message routers
+    /// receive the untrusted messages.
     const LINK_IDS: [LinkId; 2] = [1, 2];
     let mut controller = TreeRouter::new_controller();
     controller.open_stream(1);
@@ -97,8 +97,8 @@ fn encode_frames(messages: &[impl Serialize]) -> Vec<u8> {
     messages.iter().filter_map(|message| frame::encode_frame(message).ok()).flatten().collect()
 }
 
-/// Parses messages of the type `T`, checks that each message can be encoded again, and passes each
-/// to `receive`.
+/// Parses untrusted bytes as messages of the type `T`, each after its length, and passes every
+/// message to the function `receive`.
 fn parse_frames<T: Serialize + DeserializeOwned>(
     mut bytes: &[u8],
     mut receive: impl FnMut(T),
@@ -134,8 +134,8 @@ pub fn parse_hostfile(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Parses untrusted text as an item of `cluster.hosts`, the list of hosts in job.yaml, which may
-/// have a user, a port and ranges of host numbers.
+/// Parses untrusted text as an item of the job.yaml key `cluster.hosts`, such as a host name with a
+/// user, a port and a range of numbers.
 pub fn parse_host_list(bytes: &[u8]) -> ParseResult {
     hosts::parse_hosts(str::from_utf8(bytes)?)?;
     Ok(())
@@ -239,8 +239,8 @@ pub fn parse_invitation(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Checks that untrusted bytes from a peer without the job's key are rejected as a handshake and as
-/// encrypted records. Panics if the bytes are accepted.
+/// Checks that launch rejects untrusted bytes as a handshake and as encrypted records, because
+/// their sender lacks the job's key. Panics if the bytes are accepted.
 pub fn parse_encrypted_connection(bytes: &[u8]) -> ParseResult {
     Ok(crate::connection::handshake::fuzz_untrusted_connection(bytes)?)
 }

@@ -19,7 +19,7 @@ const MAX_HOSTS_WITH_METRICS: usize = 16;
 const MAX_GPUS_WITH_METRICS: usize = 8;
 /// The largest number of ranks for which separate metrics of step times are recorded.
 const MAX_RANKS_WITH_METRICS: usize = 64;
-/// The longest part of a host's name, in bytes, that is used in the name of a metric.
+/// The largest number of bytes of a host's name that appear in the name of a metric.
 const MAX_HOST_BYTES: usize = 100;
 /// The number of bytes in a megabyte.
 const MEGABYTE: f64 = 1e6;
@@ -30,8 +30,8 @@ const SHORTEST_RECORD_INTERVAL: Duration = Duration::from_secs(10);
 /// fast the recorded data grow.
 const INTERVAL_PER_METRIC: Duration = Duration::from_millis(100);
 
-/// Decides when the usage metrics of a run (CPU, memory, GPUs, step times) are recorded the next
-/// time.
+/// Decides when the usage of a run (CPU, memory, GPUs) and its step times are recorded next in
+/// MLflow or TensorBoard.
 #[derive(Debug)]
 pub(crate) struct UsageMetricsSchedule {
     next: Instant,
@@ -97,8 +97,8 @@ fn list_usage_metrics(status: &RunMeasurements) -> Vec<(String, f64)> {
     metrics
 }
 
-/// Lists how long the newest optimizer steps of each rank took, with and without waiting for other
-/// ranks, as pairs of metric name and value. Lists nothing if they are unknown.
+/// Lists two metrics for each rank: the duration of its newest optimizer steps, and this duration
+/// without the time spent waiting for other ranks. Lists nothing if they are unknown.
 fn list_rank_step_times(status: &RunMeasurements) -> Vec<(String, f64)> {
     if status.step_times.steps == 0 {
         return Vec::new();
@@ -144,7 +144,8 @@ fn list_gpu_values(gpus: &[GpuUsage]) -> Vec<(String, f64)> {
     values
 }
 
-/// Computes the mean and the maximum of each usage metric over all hosts, and over all GPUs.
+/// Computes, for all hosts of a run, the mean and the maximum of each host metric and of the
+/// utilization of the GPUs.
 fn summarize_hosts(hosts: &[HostUsageSample]) -> Vec<(String, f64)> {
     let mut values: BTreeMap<String, Vec<f64>> = BTreeMap::new();
     for host in hosts {

@@ -6,7 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time in which at most one warning about a network address is printed.
+/// The time after a warning about a network address in which further warnings about this address
+/// are omitted.
 const WARNING_INTERVAL: Duration = Duration::from_secs(60);
 /// The largest number of network addresses for which the time of the last warning is remembered.
 const MAX_WARNED_PEERS: usize = 1024;
@@ -20,8 +21,8 @@ pub(crate) struct WarningLimit {
 }
 
 impl WarningLimit {
-    /// Returns the number of omitted warnings about `peer` if a warning may be printed now, or
-    /// `None` if it must be omitted.
+    /// Returns how many warnings about the address `peer` were omitted since the last printed one,
+    /// or `None` if the next warning must be omitted, too.
     pub(crate) fn admit_warning(&mut self, peer: IpAddr, now: Instant) -> Option<u64> {
         if let Some((last, omitted)) = self.peers.get_mut(&peer) {
             if now.saturating_duration_since(*last) < WARNING_INTERVAL {

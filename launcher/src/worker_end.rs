@@ -7,7 +7,8 @@ use std::fmt;
 /// The exit code of a Rust process that panicked.
 pub(crate) const PANIC_EXIT_CODE: u8 = 101;
 
-/// How a worker ended, such as by a signal, if the worker did not cause the failure of the job.
+/// How a worker ended, such as with an exit code, by a signal, or with its agent, for messages to
+/// the user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum WorkerEnd {
     /// The process ended. `builtin` states whether it ran the built-in runtime.

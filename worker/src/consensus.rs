@@ -140,8 +140,8 @@ pub fn broadcast_bytes(queue: &CollectiveQueue, root: usize, mine: Result<Vec<u8
     Ok(received)
 }
 
-/// Creates the error that the bytes of a broadcast from rank `rank` do not agree with the size that
-/// this rank sent before.
+/// Creates the error which reports that rank `rank` has broadcast too many bytes, or fewer bytes
+/// than it announced.
 fn build_invalid_broadcast_error(rank: usize, message: String) -> Error {
     Diagnostic::error(codes::training::PEER_REPORT_INVALID, message).with_field("rank", rank).into()
 }

@@ -140,7 +140,8 @@ pub(crate) fn to_unreadable_adapters_error(error: CkptError, key: &str) -> Diagn
     Diagnostic::from(error).with_category(Category::Job).with_subject(key)
 }
 
-/// Builds the error which reports that the thread for the work `purpose` could not be started.
+/// Builds the error which reports that the operating system could not start a thread, and names the
+/// thread by its purpose.
 pub(crate) fn build_thread_start_error(purpose: &str, error: &std::io::Error) -> Error {
     let message = format!("cannot start the {purpose} thread");
     let diagnostic = Diagnostic::error(codes::training::WORKER_THREAD_FAILED, message);

@@ -75,14 +75,14 @@ impl ExpertLayout {
         Some(ExpertLayout { parallel: 1, layers })
     }
 
-    /// Returns the experts of the layer `layer` that belong to the rank with the index `index` in
-    /// an expert-parallel group, in ascending order.
+    /// Returns the numbers of the experts of one layer that a rank has, in ascending order, where
+    /// `index` is the rank's position in its expert-parallel group.
     pub fn list_experts_of_group_member(&self, layer: usize, index: usize) -> &[usize] {
         self.layers.get(&layer).map_or(&[], |ranks| &ranks[index])
     }
 
-    /// Returns all experts of the layer `layer` in the order in which token rows are sent to them,
-    /// which is by the rank that has the expert.
+    /// Returns all experts of one layer in the order in which a rank sends token rows to them,
+    /// sorted by the rank that has the expert.
     pub fn list_experts_in_dispatch_order(&self, layer: usize) -> Vec<usize> {
         self.layers.get(&layer).map(|ranks| ranks.concat()).unwrap_or_default()
     }
@@ -94,8 +94,8 @@ impl ExpertLayout {
     }
 }
 
-/// Builds the error which reports that the expert-parallel size does not divide `count`, the number
-/// of `things` (workers or experts).
+/// Builds the error which reports that the expert-parallel size in job.yaml does not divide the
+/// number of workers or the number of experts.
 fn build_invalid_parallel_size_error(parallel: usize, things: &str, count: usize) -> Diagnostic {
     let message = format!("`{PARALLEL_SIZE_KEY}` {parallel} does not divide the number of {things}, {count}");
     Diagnostic::error(codes::training::EXPERT_PARALLEL_SIZE_INVALID, message)
@@ -152,8 +152,8 @@ fn assign_experts_to_ranks(
     Ok(ranks)
 }
 
-/// Builds the model's parameter units (parameters that are gathered together), first the units
-/// without experts, then the units of experts. Each MoE layer has one unit of experts for each rank
+/// Divides the model's parameters into units (parameters that ranks gather together), first those
+/// without experts, then those of the experts. Each MoE layer has one unit of experts for each rank
 /// of an expert-parallel group.
 pub fn build_units_with_experts(model: &Model, layout: Option<&ExpertLayout>) -> Vec<ParamUnit> {
     let mut units = model.param_units();
@@ -190,9 +190,10 @@ pub struct SendPlan {
 }
 
 impl SendPlan {
-    /// Fills this plan so that each token of a micro-batch is sent to the experts that the router
-    /// chose for it. `chosen` contains `per_token` experts for each token, and `order` lists all
-    /// experts in the order in which their rows are dispatched.
+    /// Plans which token rows this rank sends to which experts in a micro-batch, from the experts
+    /// that the router has chosen for each token (`chosen`). `chosen` contains `per_token` experts
+    /// for each token, and `order` lists all experts in the order in which their rows are
+    /// dispatched.
     pub fn plan_dispatch(&mut self, chosen: &[u32], per_token: usize, order: &[usize]) {
         let mut position = vec![0; order.len()];
         order.iter().enumerate().for_each(|(i, &e)| position[e] = i);
@@ -210,8 +211,8 @@ impl SendPlan {
         }
     }
 
-    /// Returns for each row that this rank sends the number of its choice, a pair of a token and
-    /// one of the token's chosen experts. A choice is a token with one of its experts, and choices
+    /// Returns, for each token row that this rank sends, the number of the pair of token and chosen
+    /// expert for which the row is sent. A choice is a token with one of its experts, and choices
     /// are numbered token by token, best expert first.
     pub fn list_choices_of_rows(&self) -> Vec<u32> {
         let mut choices = vec![0; self.choice_rows.len()];
@@ -219,8 +220,8 @@ impl SendPlan {
         choices
     }
 
-    /// Clears this plan and prepares it for a rank without tokens, which sends no row to any of the
-    /// `experts` experts.
+    /// Empties this plan, so that it describes a rank without tokens, which sends no row to any
+    /// expert.
     pub fn reset_to_no_rows(&mut self, experts: usize) {
         self.row_tokens.clear();
         self.choice_rows.clear();
@@ -229,8 +230,8 @@ impl SendPlan {
     }
 }
 
-/// How many token rows a rank receives for each of its experts from each rank of its
-/// expert-parallel group.
+/// How many token rows a rank receives in one micro-batch for each of its experts from each rank of
+/// its expert-parallel group.
 #[derive(Default)]
 pub struct RecvPlan {
     experts: usize,
@@ -282,8 +283,8 @@ impl RecvPlan {
         (0..self.experts).map(range).collect()
     }
 
-    /// Computes, for each expert, the range of the rows from the sender with the index `sender` in
-    /// the received token rows sorted by expert, then by sender.
+    /// Computes, for each expert of this rank, which rows of the sorted buffer of received token
+    /// rows came from the sender with the index `sender`.
     pub fn compute_expert_ranges_from(&self, sender: usize) -> Vec<Range<usize>> {
         let counts = self.list_sender_counts_by_expert();
         let offsets = compute_start_offsets(&counts);
@@ -313,8 +314,8 @@ impl RecvPlan {
     }
 }
 
-/// Returns the start offsets of consecutive ranges with the lengths `counts`, which are the
-/// exclusive prefix sums of the lengths.
+/// Returns the start offsets of consecutive ranges whose lengths are `counts` (the exclusive prefix
+/// sums).
 fn compute_start_offsets(counts: &[usize]) -> Vec<usize> {
     let next = |offset: &mut usize, n: &usize| {
         let start = *offset;

@@ -1,4 +1,5 @@
-//! Crate `worker`: the built-in training runtime of one rank.
+//! Crate `worker`: the process of one rank of launch's built-in training, from connecting to the
+//! other ranks to the final weights.
 //!
 //! [`main`] is the process of a worker. [`TrainPreflight`] checks a job without running it,
 //! [`run_gpu_check`] compares a GPU with the CPU, and [`run_sandbox`] is the process in which

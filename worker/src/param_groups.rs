@@ -31,9 +31,9 @@ const NO_DECAY_KEY: &str = "train.optimizer.no_decay";
 /// The key of job.yaml for the directory of pretrained LoRA adapters.
 pub const LORA_FROM_KEY: &str = "train.lora.from";
 
-/// Adds the job's LoRA adapters to the model, sets precision and dropout seed, and marks every
-/// parameter as trained or frozen. Returns the model's parameter units (parameters that are
-/// gathered together), in which each parameter is marked as trained or frozen.
+/// Prepares a job's model for training: adds the LoRA adapters, sets fp8 precision and the dropout
+/// seed, and marks each parameter as trained or frozen. Returns the model's parameter units
+/// (parameters that are gathered together), in which each parameter is marked as trained or frozen.
 ///
 /// # Errors
 ///
@@ -118,8 +118,8 @@ pub fn find_first_backward_layer(units: &[ParamUnit]) -> usize {
 struct NamePatterns(Vec<GlobMatcher>);
 
 impl NamePatterns {
-    /// Compiles glob patterns that select parameters, each of which must match at least one of the
-    /// names `names`. Adds every error to `mistakes`.
+    /// Compiles glob patterns for parameter names from one key of job.yaml, and adds an error for
+    /// each pattern that matches no name in `names`. Adds every error to `mistakes`.
     fn compile_matched_patterns<'a>(
         key: &'static str,
         patterns: &[String],
@@ -164,15 +164,15 @@ impl NamePatterns {
         NamePatterns(compiled)
     }
 
-    /// Returns whether one of the patterns matches `name` or, for a parameter with tied weights,
-    /// the second name that `ties` lists.
+    /// Returns whether a pattern matches the parameter name `name`, or the other name of a
+    /// parameter that has two names because of tied weights.
     fn matches(&self, name: &str, ties: &[TiedWeight]) -> bool {
         self.0.iter().any(|p| matches_name_or_alias(p, name, ties))
     }
 }
 
-/// Returns whether `pattern` matches `name` or, for a parameter with tied weights, the second name
-/// that `ties` lists.
+/// Returns whether the glob pattern matches the parameter name `name`, or the other name of a
+/// parameter that has two names because of tied weights.
 fn matches_name_or_alias(pattern: &GlobMatcher, name: &str, ties: &[TiedWeight]) -> bool {
     let matches_alias = |t: &TiedWeight| t.target == name && pattern.is_match(&t.alias);
     pattern.is_match(name) || ties.iter().any(matches_alias)
@@ -252,8 +252,8 @@ pub fn assign_param_groups(
     Ok(ParamGroups { hyperparams: groups, group_indices: group_of })
 }
 
-/// Determines the optimizer settings of a parameter group: those of the job's optimizer, changed by
-/// the entry number `rule` of `train.optimizer.groups`.
+/// Determines the optimizer settings of one parameter group from the job's optimizer settings and
+/// from the entry of `train.optimizer.groups` that defines the group, if any.
 fn resolve_group_hyperparams(spec: &OptimizerSpec, rule: Option<usize>, no_decay: bool) -> GroupHyperparams {
     let default_decay = if no_decay { 0.0 } else { spec.weight_decay };
     let default_name = if no_decay { "no_decay" } else { "decay" };

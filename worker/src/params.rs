@@ -1,5 +1,5 @@
-//! [`ParamUnit`] and [`ParamSpec`]: names, shapes and initial distributions of parameters, in units
-//! of parameters that are gathered from their owner ranks together. Values are stored elsewhere.
+//! [`ParamSpec`], the name, shape and initial distribution of a parameter, and [`ParamUnit`],
+//! parameters that ranks gather and release together. Values are stored elsewhere.
 //!
 //! A parameter is identified by its Hugging Face name. A [`ParamUnit`] is the group of parameters
 //! that is gathered, used and reduced together: one flat vector, its tensors one after another
@@ -42,8 +42,8 @@ impl ParamSpec {
     }
 }
 
-/// The ranks among which a parameter unit (tensors that are gathered together) is divided: `first`,
-/// `first + stride`, and so on.
+/// The ranks among which a parameter unit (tensors that are gathered together) is divided, as the
+/// lowest of these ranks and the distance between them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OwnerRanks {
     /// The lowest owner, which is less than `stride`.
@@ -53,8 +53,8 @@ pub struct OwnerRanks {
 }
 
 impl OwnerRanks {
-    /// The ranks 0, 1, 2 and so on: the value for a parameter unit (tensors that are gathered
-    /// together) that is divided among all ranks.
+    /// The owners of a parameter unit (tensors that are gathered together) that is divided among
+    /// all ranks of the job.
     pub const ALL: OwnerRanks = OwnerRanks { first: 0, stride: 1 };
 
     /// Returns whether `rank` is one of the ranks among which the parameter unit (tensors that are
@@ -63,8 +63,8 @@ impl OwnerRanks {
         rank % self.stride == self.first
     }
 
-    /// Returns how many ranks below `rank` are among those that own a part of the parameter unit
-    /// (tensors that are gathered together).
+    /// Returns how many ranks lower than `rank` own a part of the parameter unit (tensors that are
+    /// gathered together).
     pub fn count_owners_below(&self, rank: usize) -> usize {
         (rank + self.stride - 1 - self.first) / self.stride
     }
@@ -93,8 +93,8 @@ pub struct ParamUnit {
     trained: Vec<bool>,
 }
 
-/// The layer of a parameter unit of experts, and the positions of the unit's tensors among the
-/// tensors of all experts of the model.
+/// Which experts' tensors a parameter unit contains: the number of their layer, and the position of
+/// each tensor in the list of all experts' tensors of the model.
 #[derive(Clone, Debug, PartialEq)]
 struct ExpertTensors {
     layer: usize,
@@ -181,8 +181,8 @@ impl ParamUnit {
         self.list_segments(flat).iter().any(|s| self.trained[s.param])
     }
 
-    /// Converts an index into the unit's concatenated tensors to an index into the concatenation of
-    /// only the unit's trained elements.
+    /// Converts an index into the parameter unit's flat vector to the number of trained elements
+    /// before this index.
     pub fn to_trained_offset(&self, flat: usize) -> usize {
         self.list_trained_segments(0..flat).iter().map(|s| s.flat.len()).sum()
     }
@@ -199,8 +199,8 @@ impl ParamUnit {
         self.to_trained_offset(flat.start)..self.to_trained_offset(flat.end)
     }
 
-    /// Lists the parts of trained tensors that are inside the range `flat` of the unit's
-    /// concatenated tensors (flat vector), in order.
+    /// Lists the parts of trained tensors in the range `flat` of the unit's flat vector, in which
+    /// all tensors of the unit are concatenated.
     pub fn list_trained_segments(&self, flat: std::ops::Range<usize>) -> Vec<Segment> {
         let mut segments = self.list_segments(flat);
         segments.retain(|s| self.trained[s.param]);
@@ -251,8 +251,8 @@ impl ParamUnit {
     }
 }
 
-/// Lists all tensors of the model, as index of the parameter unit and index within the unit, in an
-/// order that is equal for every placement of experts.
+/// Lists all tensors of the model, each as its unit's index and its index within the unit, in an
+/// order that does not depend on which ranks have which experts.
 ///
 /// The tensors of dense units come first, in their order, and then the tensors of the experts.
 pub fn list_tensors_in_canonical_order(units: &[ParamUnit]) -> Vec<(usize, usize)> {
@@ -265,8 +265,8 @@ pub fn list_tensors_in_canonical_order(units: &[ParamUnit]) -> Vec<(usize, usize
     tensors(false).chain(of_experts).collect()
 }
 
-/// A contiguous part of one tensor, with its position in the tensor and in the concatenated tensors
-/// of the parameter unit.
+/// A contiguous part of one tensor of a parameter unit, with its ranges in the tensor and in the
+/// unit's flat vector (all tensors concatenated).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// The index of the tensor in [`ParamUnit::params`].

@@ -113,8 +113,8 @@ fn check_data(job: &JobSpec, train: &TrainSpec, report: &mut PreflightReport) ->
     checked.estimate.map(|estimate| (estimate.vocab_size, estimate.tokens))
 }
 
-/// A job's completed `train` section, the model, and the model's parameter units (tensors that are
-/// gathered together), without parameter values, for checks before the start.
+/// What the checks before a job starts need to know of its model: the completed `train` section,
+/// the model, and its parameter units (tensors that are gathered together).
 type CheckedModel = (TrainSpec, Model, Vec<ParamUnit>);
 
 /// Builds the job's model with LoRA adapters and expert placement for `world` ranks, without
@@ -145,8 +145,8 @@ fn build_checked_model(
     Ok((train, model, units))
 }
 
-/// Returns a warning if a step has fewer micro-batches than there are workers, so that some workers
-/// have no work.
+/// Returns a warning that some workers will have no work if the global batch has fewer
+/// micro-batches than the job has workers.
 fn find_idle_worker_warning(train: &TrainSpec, world: u32) -> Option<Diagnostic> {
     let micro_batch_count = train.batch.global / train.batch.micro;
     (micro_batch_count < world).then(|| {

@@ -1,5 +1,5 @@
-//! Random numbers that are computed from a counter: each is a pure function of the run's seed, its
-//! purpose, and logical ids.
+//! Random numbers that do not depend on the order of calls: each is computed only from the run's
+//! seed, its purpose, and numbers such as the sample and the step.
 //!
 //! A number does not depend on rank, thread, shard, micro-batch or order of calls, so any number of
 //! workers and any sharding get the same numbers. The generator is Philox4x32-10 (Salmon et al.,
@@ -29,8 +29,9 @@ pub enum Purpose {
 }
 
 impl Purpose {
-    /// Returns the name of this purpose, from which the random generator's key is derived, so that
-    /// purposes get independent random numbers. A changed name changes the numbers of every run.
+    /// Returns the purpose as a text, such as `dropout`, from which the key of its random generator
+    /// is derived, so that each purpose gets different random numbers. A changed name changes the
+    /// numbers of every run.
     pub fn name(self) -> &'static str {
         match self {
             Purpose::Init => "init",
@@ -49,12 +50,13 @@ pub struct RandomStream {
     key: [u32; 2],
 }
 
-/// The number of bits of the random generator's counter for the index of a block of four
-/// consecutive random numbers.
+/// How many of the 128 bits of the random generator's counter contain the element number divided by
+/// 4.
 const BLOCK_BITS: u32 = 43;
-/// How many bits of the generator's counter hold the number of a sample.
+/// How many of the 128 bits of the random generator's counter contain the sample number.
 const SAMPLE_BITS: u32 = 43;
-/// How many bits of the generator's counter hold the number of a step.
+/// How many of the 128 bits of the random generator's counter contain the number of the optimizer
+/// step.
 const STEP_BITS: u32 = 42;
 
 impl RandomStream {
@@ -75,15 +77,15 @@ impl RandomStream {
         }
     }
 
-    /// Returns the stream's key of the Philox generator, with which other code, such as a dropout
-    /// kernel, computes the stream's numbers.
+    /// Returns the key of the Philox random generator for this stream, which a dropout kernel, for
+    /// example, needs to compute the random numbers of the stream.
     pub fn key(&self) -> [u32; 2] {
         self.key
     }
 
-    /// Computes one random 32-bit word for each of the four elements of the block with the number
-    /// `block`, for the given sample and optimizer step. Other blocks, samples and steps never have
-    /// the same counter.
+    /// Computes the four random 32-bit words for the elements from `4 * block` to `4 * block + 3`
+    /// in the given sample and optimizer step. Other blocks, samples and steps never have the same
+    /// counter.
     ///
     /// # Panics
     ///
@@ -96,8 +98,9 @@ impl RandomStream {
         compute_random_words(self.key, block, sample, step)
     }
 
-    /// Computes four standard normal values (Box–Muller), for the elements from `4 * block` to
-    /// `4 * block + 3`. The absolute values are at most 6.8.
+    /// Computes random values with a standard normal distribution (Box-Muller method) for four
+    /// elements of a tensor, from number `4 * block` to `4 * block + 3`. The absolute values are at
+    /// most 6.8.
     fn compute_normals(&self, block: u64) -> [f64; 4] {
         let w = self.compute_random_words(block, 0, 0);
         let (a, b) = compute_box_muller(w[0], w[1]);
@@ -105,8 +108,8 @@ impl RandomStream {
         [a, b, c, d]
     }
 
-    /// Computes four uniform values in [0, 1), for the elements from `4 * block` to
-    /// `4 * block + 3`.
+    /// Computes random values that are uniform in [0, 1) for four elements of a tensor, from number
+    /// `4 * block` to `4 * block + 3`.
     fn compute_uniforms(&self, block: u64) -> [f64; 4] {
         self.compute_random_words(block, 0, 0).map(|w| f64::from(w) / 4_294_967_296.0)
     }
@@ -152,9 +155,9 @@ pub fn fill_uniform(
     fill_blocks(out, first_element, |block| stream.compute_uniforms(block).map(|u| (low + u * width) as f32));
 }
 
-/// Fills `out` with consecutive random values of a tensor from element number `first_element` on,
-/// by calling `values` for every four elements. `values` computes blocks of four elements by their
-/// number, and the first and last block may be used in part.
+/// Fills `out` with the random values of consecutive tensor elements, beginning with element number
+/// `first_element`, which the function `values` computes four at a time. `values` computes blocks
+/// of four elements by their number, and the first and last block may be used in part.
 fn fill_blocks(out: &mut [f32], first_element: u64, values: impl Fn(u64) -> [f32; 4] + Sync) {
     out.par_chunks_mut(CHUNK_ELEMENTS).enumerate().for_each(|(i, chunk)| {
         let mut element = first_element + (i * CHUNK_ELEMENTS) as u64;

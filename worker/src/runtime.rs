@@ -252,9 +252,9 @@ fn describe_run(
     metadata
 }
 
-/// Connects the devices of all ranks, and returns a communicator that also records each collective
-/// in this rank's status, to diagnose hangs. `hosts` transfers data between host memories.
-/// Collective: every rank must call it.
+/// Connects this rank's CPU or GPU with those of the other ranks, and returns a communicator that
+/// records each collective so that hangs can be diagnosed. `hosts` transfers data between host
+/// memories. Collective: every rank must call it.
 fn connect_observed_collectives(
     device: &RankDevice,
     (session, init): (&AgentSession, &WorkerInit),
@@ -286,8 +286,9 @@ fn open_samples<'a>(
     Ok(samples)
 }
 
-/// Creates the object that saves the run's checkpoints in the directory `root`. `resumed` is where
-/// the run resumed, and `memory` the access to copies of the training state in the memory of hosts.
+/// Creates the [`CheckpointSaver`], which saves the training state of the run as checkpoints in the
+/// directory `root`. `resumed` is where the run resumed, and `memory` the access to copies of the
+/// training state in the memory of hosts.
 fn create_checkpoint_saver(
     job: &JobSpec,
     root: &Path,
@@ -309,9 +310,10 @@ fn create_checkpoint_saver(
     )
 }
 
-/// Connects this rank to the memory file in which its host keeps copies of ranks' training states.
-/// `kept` is the memory's file descriptor, which the rank inherited from its agent; `None` before
-/// the first call. Returns `None` without `checkpoint.memory`. Collective: every rank must call it.
+/// Opens the shared memory in which the ranks of this host keep copies of their training states,
+/// from which a failed run can resume without a checkpoint. `kept` is the memory's file descriptor,
+/// which the rank inherited from its agent; `None` before the first call. Returns `None` without
+/// `checkpoint.memory`. Collective: every rank must call it.
 fn connect_memory_copies(
     kept: &mut Option<OwnedFd>,
     init: &WorkerInit,
@@ -334,8 +336,8 @@ fn connect_memory_copies(
     HostMemoryCopies::connect(queue, memory.into(), spec, (init.local_rank, init.attempt)).map(Some)
 }
 
-/// Returns the `train` section, with paths relative to the working directory made absolute. Fails
-/// if the job has no such section.
+/// Returns the `train` section of the job in which the paths of model, adapters and offload
+/// directory are absolute. Fails if the job has no such section.
 fn make_train_paths_absolute(init: &WorkerInit) -> Result<TrainSpec> {
     let train = init.job.train.as_ref().ok_or_else(|| {
         Error::new(codes::training::TRAIN_SECTION_MISSING, "the job has no `train` section")
@@ -371,8 +373,9 @@ fn resume_or_start_from_model(
     }
 }
 
-/// Marks this rank as ready to train by setting the completed step that its heartbeats report to
-/// the agent (launch's process on the host). The leader also sends the event that the job is ready.
+/// Reports to the agent (launch's process on the host) that this rank has loaded its training
+/// state, by sending the number of completed steps with each heartbeat. The leader also sends the
+/// event that the job is ready.
 fn report_ready_to_train(
     session: &AgentSession,
     running: &RunningTrainer,
@@ -408,8 +411,9 @@ fn find_checkpoint_root(init: &WorkerInit) -> PathBuf {
     init.workdir.join(dir)
 }
 
-/// Detects which ranks see the same checkpoint directory, and completes checkpoints that an earlier
-/// run left uncommitted if hosts have separate directories. Collective: every rank must call it.
+/// Finds out which ranks share a checkpoint directory and, if hosts have separate directories,
+/// finishes committing the checkpoints that an earlier run left uncommitted. Collective: every rank
+/// must call it.
 fn detect_storage_topology(
     session: &AgentSession,
     init: &WorkerInit,
@@ -445,8 +449,8 @@ fn detect_storage_topology(
     Ok(layout)
 }
 
-/// Checks before the first step that a checkpoint can be written later: creates and removes a
-/// temporary checkpoint directory, and checks the free space. Collective: every rank must call it.
+/// Checks before the first step that the checkpoint directory is writable and has enough free space
+/// for a checkpoint. Collective: every rank must call it.
 fn require_writable_checkpoint_storage(
     ready: &UninitializedTrainer,
     root: &Path,

@@ -1,5 +1,5 @@
-//! Builds the trainer of a rank in stages, each with a separate type, so that nothing can be used
-//! before it exists. The stages are [`ResolvedSpec`], [`BuiltModel`], [`ShardedModel`],
+//! Builds the trainer of a rank in four stages, each a separate type with only those methods that
+//! are possible at this stage. The stages are [`ResolvedSpec`], [`BuiltModel`], [`ShardedModel`],
 //! [`UninitializedTrainer`] and [`RunningTrainer`].
 mod initial_values;
 mod resolve;
@@ -66,8 +66,9 @@ pub struct UninitializedTrainer {
 }
 
 impl ResolvedSpec {
-    /// Completes the job's `train` section with the vocabulary size and with settings from the
-    /// pretrained model and adapter directories. `vocab` is the vocabulary size of the tokenizer.
+    /// Returns the job's `train` section, completed with the vocabulary size and with settings from
+    /// the directories of the pretrained model and LoRA adapters. `vocab` is the vocabulary size of
+    /// the tokenizer.
     pub fn new(train: &TrainSpec, vocab: u32) -> Result<Self> {
         let mut train = train.clone();
         train.model = resolve_model_section(&train.model, vocab, train.data.seq_len)?;
@@ -120,8 +121,8 @@ impl BuiltModel {
 }
 
 impl ShardedModel {
-    /// Allocates the optimizer states of the parameters that this rank updates, and the activation
-    /// buffers.
+    /// Completes the trainer by allocating this rank's optimizer states and activation buffers, but
+    /// gives the parameters no values yet.
     pub fn into_uninitialized_trainer(self) -> Result<UninitializedTrainer> {
         let ShardedModel { train, model, engine, ops, expert_layout } = self;
         let units = engine.clone_units();
@@ -171,14 +172,14 @@ impl ShardedModel {
 }
 
 impl UninitializedTrainer {
-    /// Returns the job's `train` section after missing settings, such as the vocabulary size, were
-    /// added.
+    /// Returns the job's `train` section, completed with values that job.yaml leaves out, such as
+    /// the sizes of a pretrained model.
     pub fn train_spec(&self) -> &TrainSpec {
         &self.train
     }
 
-    /// Fills the parameters whose names the predicate `selects` accepts with random initial values,
-    /// as for a new model.
+    /// Fills those parameters with random initial values whose names the function `selects`
+    /// accepts.
     pub fn initialise_params(&self, selects: impl Fn(&str) -> bool) {
         let (engine, ops) = (&self.trainer.engine, self.trainer.ops.as_ref());
         for u in 0..engine.shards.len() {
@@ -186,14 +187,15 @@ impl UninitializedTrainer {
         }
     }
 
-    /// Fills all parameters with random initial values, and starts the run at step 0.
+    /// Fills all parameters with random initial values, and returns a trainer that begins a run at
+    /// step 0.
     pub fn start_with_random_params(self) -> RunningTrainer {
         self.initialise_params(|_| true);
         self.start_at_position(Cursor::default())
     }
 
-    /// Converts this trainer, whose parameters have values now, to a running trainer that continues
-    /// at the progress `position` (steps, samples, tokens).
+    /// Returns a trainer that continues a run after the steps, samples and tokens counted in
+    /// `position`, from parameters that the caller has already filled.
     pub fn start_at_position(self, position: Cursor) -> RunningTrainer {
         RunningTrainer::new(self.trainer, self.train, position)
     }

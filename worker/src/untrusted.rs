@@ -18,8 +18,8 @@ const SEQ_LEN: u32 = 64;
 /// untrusted files.
 const MAX_REPLY_BYTES: u64 = 1 << 20;
 
-/// Builds a model from the untrusted config.json `bytes`, without memory for parameters, and lists
-/// its parameters.
+/// Builds a model from the bytes of an untrusted config.json, and lists its parameters without
+/// allocating memory for them.
 pub fn parse_model_config(bytes: &[u8]) -> UntrustedReadResult {
     let model = model::build_model_from_text(bytes, SEQ_LEN)?;
     drop(model.param_units());
@@ -34,7 +34,7 @@ pub fn parse_record(bytes: &[u8]) -> UntrustedReadResult {
     Ok(())
 }
 
-/// Parses the untrusted bytes `bytes` as replies of a sandbox process.
+/// Decodes untrusted bytes as the replies that launch receives from a sandbox process.
 pub fn parse_sandbox_replies(bytes: &[u8]) -> UntrustedReadResult {
     sandbox::decode_replies(bytes, MAX_REPLY_BYTES)?;
     Ok(())

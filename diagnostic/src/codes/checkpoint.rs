@@ -1,4 +1,5 @@
-//! Codes of errors about checkpoints.
+//! The diagnostic codes (names with explanations) of errors about checkpoints, such as
+//! `checkpoint-not-found`.
 
 codes! {
     CHECKPOINT_NOT_FOUND: Checkpoint = "checkpoint-not-found" {

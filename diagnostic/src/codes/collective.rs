@@ -1,4 +1,5 @@
-//! Codes of errors about collectives between ranks.
+//! The diagnostic codes (names with explanations) of errors about collectives between ranks, such
+//! as `peer-lost`.
 
 codes! {
     COLLECTIVE_ABORTED: Failed = "collective-aborted" {

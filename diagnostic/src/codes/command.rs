@@ -1,5 +1,5 @@
-//! Codes of errors about the command line, about unknown runs, about converting configurations of
-//! other launchers, and about batch scripts.
+//! The diagnostic codes (names with explanations) of errors about the command line, unknown runs,
+//! batch scripts, and the conversion of other launchers' configurations.
 
 codes! {
     // --- the command line ----------------------------------------------------------------------

@@ -1,4 +1,5 @@
-//! Codes of errors about training data, chat templates, tokenizers and the token cache.
+//! The diagnostic codes (names with explanations) of errors about training data, chat templates,
+//! tokenizers and the token cache, such as `data-file-missing`.
 
 codes! {
     DATA_FILES_NOT_GIVEN: Job = "data-files-not-given" {

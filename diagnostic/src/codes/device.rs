@@ -1,4 +1,5 @@
-//! Codes of errors about GPUs, CPUs and their libraries.
+//! The diagnostic codes (names with explanations) of errors about GPUs, CPUs and their libraries,
+//! such as `gpu-not-found`.
 
 codes! {
     GPU_NOT_FOUND: Cluster = "gpu-not-found" {

@@ -1,5 +1,5 @@
-//! Codes of errors about hosts: the executable, agents and workers on them, their hardware, the
-//! assignment of workers to hosts, and the results of `launch check`.
+//! The diagnostic codes (names with explanations) of errors about hosts: their hardware, the agents
+//! and workers on them, and the results of `launch check`.
 
 codes! {
     // --- the executable on a host --------------------------------------------------------------

@@ -1,4 +1,5 @@
-//! Codes of errors about job.yaml, `--set`, host lists, hostfiles, and imported configurations.
+//! The diagnostic codes (names with explanations) of errors about job.yaml, `--set`, host lists,
+//! hostfiles and imported configurations, such as `job-file-not-found`.
 
 codes! {
     // --- the file ------------------------------------------------------------------------------

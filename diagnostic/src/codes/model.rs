@@ -1,4 +1,5 @@
-//! Codes of errors about model configurations and weights.
+//! The diagnostic codes (names with explanations) of errors about model configurations and weights,
+//! such as `model-config-unreadable`.
 
 codes! {
     // --- config.json ---------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-//! Codes of errors about runs, agents and workers.
+//! The diagnostic codes (names with explanations) of errors about runs, agents and workers, such as
+//! `worker-exited`.
 
 codes! {
     // --- why an attempt failed ---------------------------------------------

@@ -1,4 +1,5 @@
-//! Codes of errors about Slurm: allocations, job steps and the agents in them.
+//! The diagnostic codes (names with explanations) of errors about Slurm: allocations, job steps and
+//! the agents in them.
 
 codes! {
     // --- job steps and agents ------------------------------------------------------------------

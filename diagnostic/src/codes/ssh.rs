@@ -1,4 +1,5 @@
-//! Codes of errors about SSH: configuration, connection, host keys and login.
+//! The diagnostic codes (names with explanations) of errors about SSH: configuration, connection,
+//! host keys and login.
 
 codes! {
     // --- configuration -------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-//! Codes of errors about the training runtime.
+//! The diagnostic codes (names with explanations) of errors in the built-in training, such as
+//! `loss-not-finite`.
 
 codes! {
     TRAIN_SECTION_MISSING: Job = "train-section-missing" {

@@ -1,5 +1,5 @@
-//! Decides which HTTP requests the dashboard answers: those that contain its secret token and are
-//! addressed to a loopback name of this machine.
+//! Decides which HTTP requests the dashboard answers: only those with its secret token whose `Host`
+//! header names a loopback address or `localhost`.
 use crate::request::Request;
 use std::io;
 use subtle::ConstantTimeEq;
@@ -56,8 +56,8 @@ impl Token {
         self.0.as_bytes().ct_eq(text.as_bytes()).into()
     }
 
-    /// Fails if an HTTP request has no valid token, is addressed to another machine, or comes from
-    /// a page of another site.
+    /// Fails if an HTTP request lacks the dashboard's token, has a `Host` header other than a
+    /// loopback name, or comes from another site's page.
     pub(crate) fn check_request(&self, request: &Request) -> Result<(), AccessError> {
         let host = request.host.as_deref().ok_or(AccessError::OtherHost)?;
         if !is_loopback_name(host) {

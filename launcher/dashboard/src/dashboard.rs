@@ -18,8 +18,7 @@ const RUN_LIST_LIFETIME: Duration = Duration::from_secs(2);
 /// The largest number of runs that the dashboard lists.
 const MAX_LISTED_RUNS: usize = 500;
 
-/// The state of a run that the dashboard reads, behind a mutex and shared by several HTTP
-/// connections.
+/// What the dashboard knows about one run, behind a mutex because several HTTP connections use it.
 pub(crate) type SharedTrackedRun = Arc<Mutex<TrackedRun>>;
 
 /// The data behind the pages of a dashboard: the source that lists runs and opens their files, and
@@ -70,8 +69,8 @@ impl Dashboard {
         runs
     }
 
-    /// Returns the state of the run with the ID `run`, and creates it from the files of the run
-    /// directory if it is not in memory. Returns `None` if there is no such run.
+    /// Returns what the dashboard knows about the run with the ID `run`, and starts to read the
+    /// run's files if the run is not in memory yet. Returns `None` if there is no such run.
     pub(crate) fn find_or_track_run(&self, run: &str) -> Option<SharedTrackedRun> {
         if let Some((used, shared)) = lock_ignoring_poison(&self.tracked).get_mut(run) {
             *used = Instant::now();
@@ -89,8 +88,8 @@ impl Dashboard {
         Some(shared)
     }
 
-    /// Reads the journal (the file of events) of a run to its end, but for no longer than the time
-    /// `limit`, and returns the state of the run.
+    /// Reads new lines of a run's journal (file of events) until the end of the file or the time
+    /// `limit`, and returns the run's state.
     pub(crate) fn load_run(&self, run: &str, limit: Duration) -> Option<SharedTrackedRun> {
         let (shared, end) = (self.find_or_track_run(run)?, Instant::now() + limit);
         while !lock_ignoring_poison(&shared).refresh(self.source()) && Instant::now() < end {}

@@ -8,7 +8,7 @@ use std::{
     path::PathBuf,
 };
 
-/// The number of bytes that one system call reads.
+/// The largest number of bytes of the growing file that one system call reads.
 const BUFFER_BYTES: usize = 256 << 10;
 /// The largest length of a line that is read, in bytes. The content of a longer line is skipped,
 /// and the line counts as damaged.

@@ -7,11 +7,14 @@ use serde_json::{Map, Value};
 /// The longest text in an event that the dashboard keeps, in bytes. The rest of a longer text is
 /// replaced by an ellipsis.
 const MAX_TEXT_BYTES: usize = 4096;
-/// The largest number of entries of one list or object in an event that the dashboard keeps.
+/// The largest number of items that the dashboard keeps of a JSON list or object in an event of a
+/// run.
 const MAX_COLLECTION_ENTRIES: usize = 256;
-/// The largest number of JSON values of one event that the dashboard keeps.
+/// The largest number of JSON values (texts, numbers, lists and objects) that the dashboard keeps
+/// of one event of a run.
 const MAX_EVENT_VALUES: usize = 4096;
-/// The number of bytes at the start of a journal line that are searched for the kind of the event.
+/// The number of bytes at the start of a journal line in which the dashboard searches for the kind
+/// of the event.
 const EVENT_KIND_SEARCH_BYTES: usize = 64;
 /// The text by which a journal line is recognized as a `step` event without parsing its JSON.
 const STEP_EVENT_PATTERN: &[u8] = br#""event":"step""#;
@@ -71,8 +74,8 @@ impl JournalLine {
     }
 }
 
-/// Limits the size of a JSON value from an untrusted file: shortens long texts, lists and objects,
-/// and replaces surplus nested values by `null`.
+/// Shortens long texts, lists and objects in a JSON value from an untrusted file, and replaces
+/// values beyond a total number (`values_left`) by `null`.
 pub(crate) fn truncate_json_value(value: Value, values_left: &mut usize) -> Value {
     *values_left = values_left.saturating_sub(1);
     if *values_left == 0 {

@@ -27,11 +27,12 @@ enum LiveMetricSource {
     Gpu(fn(&GpuUsage) -> Option<f64>),
 }
 
-/// One value of a metric with its labels, such as the rank or host, as pairs of name and value.
+/// One value of a Prometheus metric together with its labels, such as `rank`, as pairs of label
+/// name and label value.
 pub(crate) type LabeledValue = (Vec<(&'static str, String)>, f64);
 
-/// Creates the Prometheus metric `name` with the description `help` and with the function that
-/// reads its values from the newest measurements of a run.
+/// Creates a Prometheus metric from its name, its help text, and the function that reads its values
+/// from a run's measurements.
 const fn new_live_metric(name: &'static str, help: &'static str, value: LiveMetricSource) -> LiveMetric {
     LiveMetric { name, help, value }
 }

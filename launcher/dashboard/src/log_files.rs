@@ -30,8 +30,8 @@ const MAX_PATTERN_BYTES: usize = 256;
 /// output of ranks on other hosts.
 const STREAMED_LOG_PREFIX: &str = "streamed-";
 
-/// Consecutive lines of a rank's log file, with the file position at which the next request
-/// continues.
+/// Consecutive lines of a rank's log file, with the byte position in the file from which the next
+/// request reads on.
 #[derive(Debug, Default, PartialEq, Serialize)]
 pub(crate) struct LogPart {
     /// Lines without unprintable characters.
@@ -77,8 +77,8 @@ pub(crate) fn list_logs(logs: &Path) -> BTreeMap<u32, PathBuf> {
     found
 }
 
-/// Returns, for each of the `limit` lowest ranks with a log file, the time since the last write to
-/// this file.
+/// Returns how long ago the log file of each rank was last written, for the `limit` lowest ranks
+/// that have a log file.
 pub(crate) fn read_log_ages(logs: &Path, limit: usize) -> BTreeMap<u32, Duration> {
     let now = SystemTime::now();
     let age = |path: &Path| now.duration_since(fs::symlink_metadata(path).ok()?.modified().ok()?).ok();
@@ -159,8 +159,8 @@ fn contains_ignoring_case(line: &[u8], pattern: &[u8]) -> bool {
     line.windows(pattern.len()).any(|part| part.eq_ignore_ascii_case(pattern))
 }
 
-/// Converts a line of a log to text of limited length, without color sequences and unprintable
-/// characters.
+/// Converts a line of a log to text of at most [`MAX_LINE_BYTES`] bytes, without color sequences
+/// and unprintable characters.
 pub(crate) fn to_printable_line(line: &[u8]) -> String {
     let line = &line[..line.len().min(4 * MAX_LINE_BYTES)];
     let text = String::from_utf8_lossy(line.strip_suffix(b"\r").unwrap_or(line));

@@ -174,8 +174,8 @@ pub fn format_metrics_textfile(dashboard: &Dashboard) -> String {
     format_metrics(dashboard, MetricsFormat::Prometheus)
 }
 
-/// Formats the metrics of several runs (the active ones, those named on the command line, and the
-/// newest) as Prometheus or OpenMetrics text.
+/// Formats the metrics of the newest run, of all active runs, and of the runs that the command line
+/// names, as Prometheus or OpenMetrics text.
 pub(crate) fn format_metrics(dashboard: &Dashboard, format: MetricsFormat) -> String {
     let listed = dashboard.list_runs();
     let shown = listed.iter().enumerate().filter(|(at, info)| *at == 0 || info.is_active || info.is_named);

@@ -19,10 +19,11 @@ use tokio::{
     time::sleep,
 };
 
-/// The largest number of connections that are served at the same time. Further connections are
-/// closed.
+/// The largest number of connections that the metrics server has open at the same time. Further
+/// connections are closed.
 const MAX_CONNECTIONS: usize = 8;
-/// The pause of the server after an error of `accept`, for example because of too many open files.
+/// How long the metrics server waits before it accepts connections again after an error of
+/// `accept`, such as too many open files.
 const ACCEPT_ERROR_PAUSE: Duration = Duration::from_millis(200);
 
 /// The socket at which a monitoring system such as Prometheus requests the metrics: a TCP port of a
@@ -35,8 +36,8 @@ pub enum MetricsListener {
     Socket(StdUnixListener),
 }
 
-/// A TCP or Unix socket connection over which a monitoring system such as Prometheus requests the
-/// metrics.
+/// A connection of a client such as Prometheus to the metrics server, over TCP or over a Unix
+/// socket.
 trait Connection: AsyncRead + AsyncWrite + Unpin + Send {}
 
 impl<T: AsyncRead + AsyncWrite + Unpin + Send> Connection for T {}
@@ -48,7 +49,8 @@ enum AsyncListener {
 }
 
 impl AsyncListener {
-    /// Moves the listener to the event loop of the calling thread.
+    /// Converts a blocking listener to a Tokio listener, which belongs to the event loop of the
+    /// calling thread.
     fn new(listener: MetricsListener) -> io::Result<AsyncListener> {
         match listener {
             MetricsListener::Port(listener) => {

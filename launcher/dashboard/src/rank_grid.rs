@@ -105,14 +105,13 @@ impl RankGrid {
         }
     }
 
-    /// Sets all ranks to the state `state`.
+    /// Gives every rank of the current attempt the state `state`, such as running.
     pub(crate) fn set_all_states(&mut self, state: RankState) {
         self.states.fill(state);
     }
 
-    /// Records that a failure has ended the attempt (start of all workers): marks all ranks as
-    /// ended, and the rank that caused the failure as failed. `rank` is the root cause, if a worker
-    /// is.
+    /// Records that an attempt (start of all workers) failed: the rank that is the root cause
+    /// becomes failed, all other ranks ended. `rank` is the root cause, if a worker is.
     pub(crate) fn record_failure(&mut self, rank: Option<u32>) {
         self.set_all_states(RankState::Ended);
         let Some(rank) = rank.filter(|rank| *rank < MAX_RANKS) else { return };
@@ -122,14 +121,15 @@ impl RankGrid {
         *self.failures.entry(rank).or_default() += 1;
     }
 
-    /// Records the end of the run: gives all ranks that have not failed the state "done" after a
-    /// success, otherwise "ended".
+    /// Records that the run has ended: all ranks except failed ones become done if the run
+    /// succeeded, and ended otherwise.
     pub(crate) fn record_run_end(&mut self, is_success: bool) {
         let end = if is_success { RankState::Done } else { RankState::Ended };
         self.states.iter_mut().filter(|state| **state != RankState::Failed).for_each(|state| *state = end);
     }
 
-    /// Counts one message to the user, such as a warning, that the rank `rank` has reported.
+    /// Adds one to the number of messages to the user, such as warnings, that the rank `rank` has
+    /// reported.
     pub(crate) fn count_notice(&mut self, rank: u32) {
         if rank < MAX_RANKS {
             *self.notices.entry(rank).or_default() += 1;

@@ -35,8 +35,8 @@ pub(crate) fn answer_request(dashboard: &Dashboard, token: &Token, request: &Req
     }
 }
 
-/// Responds with the metrics, in the format that the request accepts. Reads files, so the caller
-/// must be allowed to block.
+/// Responds with the metrics, as OpenMetrics text if the `Accept` header of the request names this
+/// format, and otherwise as Prometheus text. Reads files, so the caller must be allowed to block.
 pub(crate) fn answer_metrics_request(dashboard: &Dashboard, request: &Request) -> Response {
     let is_open = request.accept.contains("application/openmetrics-text");
     let format = if is_open { MetricsFormat::OpenMetrics } else { MetricsFormat::Prometheus };
@@ -79,7 +79,8 @@ fn answer_search(dashboard: &Dashboard, request: &Request) -> Response {
     }
 }
 
-/// Lists the log files, by rank, of the run that an HTTP request names.
+/// Finds the newest log file of each rank of the run that an HTTP request names, and returns their
+/// paths by rank.
 fn list_requested_logs(
     dashboard: &Dashboard,
     request: &Request,

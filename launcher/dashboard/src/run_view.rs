@@ -171,8 +171,8 @@ impl RunView {
         }
     }
 
-    /// Marks all ranks as running if the job runs the user's program, which, unlike the built-in
-    /// training, does not report when it has started.
+    /// Marks all ranks as running if the job runs the user's program, because only the built-in
+    /// training reports when its ranks have started.
     fn mark_ranks_running(&mut self) {
         if !self.is_training {
             self.grid.set_all_states(RankState::Running);

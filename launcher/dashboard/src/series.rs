@@ -41,7 +41,8 @@ pub(crate) struct Series {
     generation: u64,
 }
 
-/// The part of a curve that a reader, such as the page of the dashboard, has not received yet.
+/// The part of a curve that is sent to a reader, such as a browser, because the reader does not
+/// have it yet.
 #[derive(Debug, PartialEq, Serialize)]
 pub(crate) struct SeriesUpdate {
     /// The generation of the series.
@@ -53,8 +54,8 @@ pub(crate) struct SeriesUpdate {
     buckets: Vec<Vec<f64>>,
 }
 
-/// The position up to which a reader, such as the page of the dashboard, has received the points of
-/// a curve.
+/// How much of a curve a reader, such as a browser, has received, so that the next update contains
+/// only the rest.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct SeriesReadPosition {
     generation: u64,
@@ -73,7 +74,8 @@ impl Bucket {
         Bucket { index, first: point, last: point, min: point, max: point }
     }
 
-    /// Merges into this bucket (range of steps) another one whose points were added later.
+    /// Extends this bucket (range of steps) by the points of the bucket `later`, and keeps the
+    /// first, last, smallest and largest point of both.
     fn merge(&mut self, later: &Bucket) {
         if later.first.step < self.first.step {
             self.first = later.first;
@@ -102,7 +104,8 @@ impl Bucket {
 }
 
 impl Series {
-    /// Adds the value of the curve at a step. Ignores a value that is not finite.
+    /// Adds the point (`step`, `value`) to the curve, and merges it into the bucket (range of
+    /// steps) to which the step belongs. Ignores a value that is not finite.
     pub(crate) fn add_value(&mut self, step: u64, value: f64) {
         if !value.is_finite() {
             return;
@@ -118,8 +121,8 @@ impl Series {
         }
     }
 
-    /// Adds points of steps before the newest steps of the curve, which occur when a run restarts
-    /// from an older checkpoint.
+    /// Adds the points in `bucket` to an earlier part of the curve, because a run that resumes from
+    /// an older checkpoint repeats steps.
     fn add_earlier_bucket(&mut self, bucket: &Bucket) {
         self.generation += 1;
         match self.buckets.binary_search_by_key(&bucket.index, |b| b.index) {
@@ -160,8 +163,8 @@ impl Series {
         self.buckets.iter().flat_map(Bucket::list_points).collect()
     }
 
-    /// Returns the points of the curve that a reader lacks, and moves the reader's `position` to
-    /// the end of the curve. Returns `None` if the series is empty.
+    /// Returns the points of the curve that a reader does not have yet, and moves `position`, the
+    /// reader's position, to the end. Returns `None` if the series is empty.
     pub(crate) fn take_update(&self, position: &mut SeriesReadPosition) -> Option<SeriesUpdate> {
         if self.buckets.is_empty() {
             return None;

@@ -21,8 +21,8 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// The largest number of connections that are served at the same time. Further connections are
-/// closed.
+/// The largest number of HTTP connections that the dashboard's server has open at the same time.
+/// Further connections are closed.
 const MAX_CONNECTIONS: usize = 64;
 /// The largest number of pages that receive server-sent events at the same time. It is below
 /// [`MAX_CONNECTIONS`], so that other requests are still served.
@@ -37,8 +37,8 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(15);
 /// The interval at which the server looks for new data of the runs that a page shows, to send it as
 /// server-sent events.
 const STREAM_POLL_INTERVAL: Duration = Duration::from_millis(500);
-/// The number of intervals without new data after which the server sends a comment on an event
-/// stream, to detect a closed connection.
+/// The number of polls without new data after which the server sends a comment on an event stream,
+/// to detect that the browser has gone.
 const QUIET_INTERVALS_BEFORE_COMMENT: u32 = 20;
 /// The pause of the server after an error of `accept`, for example because of too many open files.
 const ACCEPT_ERROR_PAUSE: Duration = Duration::from_millis(200);
@@ -51,8 +51,8 @@ pub struct BoundServer {
     shared: ConnectionContext,
 }
 
-/// The dashboard, its token and the number of open streams: the state that all HTTP connections
-/// share.
+/// What all HTTP connections of the dashboard's server share: the dashboard, its token, and the
+/// number of open event streams.
 #[derive(Clone)]
 struct ConnectionContext {
     dashboard: Arc<Dashboard>,
@@ -221,8 +221,8 @@ async fn serve_event_stream(
     }
 }
 
-/// Waits until the client closes the connection, but at most for the time `interval`, and returns
-/// whether the client has closed the connection.
+/// Returns whether the client closes the connection within the time `interval`, and waits for at
+/// most this time.
 async fn is_closed_within(stream: &mut TcpStream, interval: Duration) -> bool {
     let mut byte = [0];
     matches!(timeout(interval, stream.read(&mut byte)).await, Ok(Ok(0) | Err(_)))

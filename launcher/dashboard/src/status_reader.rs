@@ -53,8 +53,8 @@ pub(crate) fn parse_run_measurements(bytes: &[u8]) -> Option<RunMeasurements> {
     Some(status)
 }
 
-/// Returns whether measurements of a run are at most a minute old, so that they describe its
-/// present state.
+/// Returns whether the controller wrote the measurements `status` less than a minute before or
+/// after the present time.
 pub(crate) fn is_recent(status: &RunMeasurements) -> bool {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
     (now - status.time).abs() < MAX_STATUS_AGE_S

@@ -56,7 +56,8 @@ pub(crate) struct TrackedRun {
     next_state: Instant,
 }
 
-/// How much of the data of a run a reader, such as a page of the dashboard, has received.
+/// How much of a run's data a reader, such as a browser, has received, so that the next update
+/// contains only the rest.
 #[derive(Debug, Default)]
 pub(crate) struct RunReadPosition {
     epoch: u64,
@@ -66,7 +67,8 @@ pub(crate) struct RunReadPosition {
     marks: u64,
 }
 
-/// The data of a run that a reader, such as a page of the dashboard, has not received yet.
+/// The data of a run that is sent to a reader, such as a browser, because the reader does not have
+/// it yet.
 #[derive(Debug, Serialize)]
 pub(crate) struct RunUpdate<'a> {
     /// Whether the reader must drop what it has of the run.
@@ -157,8 +159,8 @@ impl TrackedRun {
         }
     }
 
-    /// Returns the data of the run that one reader, such as a page of the dashboard, lacks, and
-    /// moves the reader's `position` to the present state. Returns `None` if nothing has changed.
+    /// Returns the data of the run that one reader, such as a browser, does not have yet, and moves
+    /// `position` to the present state. Returns `None` if nothing has changed.
     pub(crate) fn take_update(&self, position: &mut RunReadPosition) -> Option<RunUpdate<'_>> {
         if (position.epoch, position.version) == (self.epoch, self.version) {
             return None;
@@ -191,7 +193,7 @@ impl TrackedRun {
     }
 }
 
-/// Creates the state of a run before the first line of its journal (file of events) is read.
+/// Creates the state of a run that has no events yet, from the job and the host of the run.
 fn create_empty_view(job: &Value, info: &RunInfo) -> RunView {
     RunView::new(!job["job"]["train"].is_null(), &info.host)
 }

@@ -26,8 +26,8 @@ pub fn parse_http_request(bytes: &[u8]) -> ParseResult {
     Request::parse(bytes).map(drop).map_err(Into::into)
 }
 
-/// Calls the function that formats the lines of a rank's log for the page with arbitrary bytes, for
-/// fuzzing. Never fails, because unprintable characters are replaced.
+/// Passes arbitrary bytes, for fuzzing, to the function that converts the log lines of ranks to
+/// printable text. Never fails, because unprintable characters are replaced.
 pub fn format_log(bytes: &[u8]) -> ParseResult {
     bytes.split(|b| *b == b'\n').for_each(|line| drop(to_printable_line(line)));
     Ok(())

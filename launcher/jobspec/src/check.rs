@@ -40,8 +40,9 @@ pub(crate) fn check_job(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Checks a job against the rules that the declarations of keys contain, such as "`momentum` has no
-/// effect with AdamW". If several rules of a key apply, only the first one is reported.
+/// Checks a job against the rules in the declarations of its keys, such as "`momentum` has no
+/// effect with AdamW", and reports violations. If several rules of a key apply, only the first one
+/// is reported.
 fn check_rules(d: &mut JobDecoder, job: &JobSpec) {
     let values = job.list_values();
     for key in KEYS.iter().filter(|key| !key.rules.is_empty()) {
@@ -59,9 +60,9 @@ fn check_rules(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Returns whether a rule about keys can be evaluated, because decoding reported no error for the
-/// keys in its conditions. A condition that only asks whether a key is given does not need a
-/// correct value, except for `run.command`.
+/// Returns whether all keys on whose values a rule depends were decoded without errors, so that the
+/// rule can be evaluated. A condition that only asks whether a key is given does not need a correct
+/// value, except for `run.command`.
 fn is_rule_checkable(d: &JobDecoder, rule: &Rule) -> bool {
     rule.when.iter().all(|condition| match condition {
         Condition::Given(key) | Condition::NotGiven(key) if *key != "run.command" => true,
@@ -93,8 +94,8 @@ fn check_run_or_train(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Checks that a program with `resume.from: auto` has a checkpoint directory, in which launch
-/// searches for its checkpoints.
+/// Reports an error if a job with `run.command` sets `resume.from: auto` but not `checkpoint.dir`,
+/// in which launch would search for checkpoints.
 fn check_program_resume(d: &mut JobDecoder, job: &JobSpec) {
     const FROM_KEY: &str = "resume.from";
     const DIR_KEY: &str = "checkpoint.dir";
@@ -144,8 +145,9 @@ fn check_devices(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Warns if a program's stop signal is followed by more time until SIGKILL than Slurm leaves until
-/// the time limit (`slurm.signal_time`). Slurm then ends the job, which is not requeued.
+/// Warns if a program may run longer after its stop signal (`run.stop_timeout` plus
+/// `run.grace_period`) than Slurm leaves before the time limit (`slurm.signal_time`). Slurm then
+/// ends the job, which is not requeued.
 fn warn_about_late_stop(d: &mut JobDecoder, job: &JobSpec) {
     const SIGNAL_KEY: &str = "run.stop_signal";
     let keys = ["run.command", SIGNAL_KEY, "run.stop_timeout", "run.grace_period", "slurm.signal_time"];

@@ -35,8 +35,8 @@ fn find_section_entries<'n>(root: &'n mut YamlNode, section: &str) -> Option<&'n
     if let YamlValue::Map(entries) = &mut node.value { Some(entries) } else { None }
 }
 
-/// Renames the deprecated key or value `name` in `entries`, the YAML entries of its section, to the
-/// present name, and reports a warning. If the present name is given, too, adds an error and
+/// Renames one deprecated key or value to its present name in `entries`, the keys and values of one
+/// section of the job, and reports a warning. If the present name is given, too, adds an error and
 /// removes the entry with the deprecated name. Does nothing if no entry has the deprecated name.
 fn rewrite_deprecated_name(decoder: &mut JobDecoder, entries: &mut Vec<YamlEntry>, name: &DeprecatedName) {
     let Some(at) = entries.iter().position(|entry| entry.key == name.old) else { return };

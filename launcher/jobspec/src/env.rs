@@ -203,8 +203,8 @@ pub const CUDA_HOME: &str = "CUDA_HOME";
 pub const CUDA_PATH: &str = "CUDA_PATH";
 /// Environment variable that `launch torchrun` reads: the Python that runs scripts.
 pub const PYTHON_EXEC: &str = "PYTHON_EXEC";
-/// Environment variable that launch reads if there is no job file: the number of workers per node,
-/// which is the default of torchrun's option `--nproc-per-node`.
+/// Environment variable of torchrun that launch reads if there is no job file: the default of the
+/// option `--nproc-per-node` (workers per node).
 pub const PET_NPROC_PER_NODE: &str = "PET_NPROC_PER_NODE";
 /// Environment variable that `launch accelerate` reads: the directory of Hugging Face's files,
 /// which also contains the default configuration of Accelerate.
@@ -269,8 +269,8 @@ pub const LAUNCH_SHM_FD: &str = "LAUNCH_SHM_FD";
 /// Environment variable that launch sets for built-in workers: the inherited file descriptor of the
 /// memory (a memfd) for copies of the training state (`checkpoint.memory`).
 pub const LAUNCH_MEMORY_FD: &str = "LAUNCH_MEMORY_FD";
-/// Environment variable that launch sets for built-in workers: the inherited file descriptor of the
-/// socket through which a worker receives the shared memory of later restarts. Only workers whose
+/// Environment variable that launch sets for built-in workers: the file descriptor of a socket,
+/// over which a worker that outlives a restart receives the new shared memory. Only workers whose
 /// process may take part in several attempts have it.
 pub const LAUNCH_ATTEMPT_FD: &str = "LAUNCH_ATTEMPT_FD";
 /// Environment variable that launch sets for built-in workers: the file descriptor of the memory (a
@@ -297,9 +297,9 @@ pub const NCCL_CONF_FILE: &str = "NCCL_CONF_FILE";
 /// `TORCH_FR_DUMP_ON_TIMEOUT` and `TORCH_FR_DUMP_TEMP_FILE`.
 pub const OLD_FLIGHT_RECORDER_VARIABLES: [&str; 3] =
     ["TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"];
-/// Environment variable that launch sets for programs with `run.hang_timeout`: the directory in
-/// which launch's Python module in the worker and the agent exchange files.
-/// docs/design/processes.md describes the files.
+/// Environment variable that launch sets for programs with `run.hang_timeout`: the directory of the
+/// files by which a worker reports its collectives to its agent. docs/design/processes.md describes
+/// the files.
 pub const LAUNCH_HANG_DIR: &str = "LAUNCH_HANG_DIR";
 /// Environment variable that launch sets for programs in a job with `run.hang_timeout`: the number
 /// of the signal at which Python writes the stacks of its threads.
@@ -317,8 +317,8 @@ pub const SSH_CONNECTION: &str = "SSH_CONNECTION";
 /// Environment variable for tests: makes the worker of a chosen rank kill itself, or loop
 /// endlessly, at a chosen point of its execution. docs/testing.md lists the values.
 pub const LAUNCH_FAULT: &str = "LAUNCH_FAULT";
-/// Environment variable for tests: a file to which every worker appends the number of fault points
-/// (places where tests inject failures) that it has passed.
+/// Environment variable for tests: the file to which each built-in worker appends its rank and the
+/// number of places it has passed at which `LAUNCH_FAULT` can kill it.
 pub const LAUNCH_FAULT_COUNT: &str = "LAUNCH_FAULT_COUNT";
 /// Environment variable that Slurm sets and an agent (launch's process on each node) reads: the
 /// name of the agent's node.

@@ -15,8 +15,8 @@ use std::{
 /// The longest pause between two pieces of data from an input file that is a pipe. Reading fails
 /// after a longer pause.
 const MAX_PIPE_PAUSE: Duration = Duration::from_secs(5);
-/// The time limit for reading a whole pipe, as a multiple of the longest allowed pause between two
-/// pieces of data.
+/// The time limit for reading an input file that is a pipe, as a multiple of the longest allowed
+/// pause between two pieces of data.
 const PIPE_TIME_LIMIT_FACTOR: u32 = 12;
 /// The flags for opening an input file: `O_NONBLOCK`, because a pipe may have no writer, and
 /// `O_NOCTTY`, because the file may be a terminal.
@@ -31,8 +31,8 @@ pub fn read_input_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     read_with_timeout(path, limit, MAX_PIPE_PAUSE)
 }
 
-/// Reads at most `limit + 1` bytes of the input file at `path`, and fails after a pause of more
-/// than `timeout` if the file is a pipe.
+/// Reads the input file at `path` up to `limit + 1` bytes; fails if the file is a pipe and sends no
+/// data for the time `timeout`.
 fn read_with_timeout(path: &Path, limit: u64, timeout: Duration) -> io::Result<Vec<u8>> {
     let file = OpenOptions::new().read(true).custom_flags(OPEN_FLAGS.bits()).open(path)?;
     if !file.metadata()?.is_file() {
@@ -43,8 +43,8 @@ fn read_with_timeout(path: &Path, limit: u64, timeout: Duration) -> io::Result<V
     Ok(bytes)
 }
 
-/// Reads a pipe, a terminal or another special file to its end, but stops after `limit + 1` bytes
-/// and fails after a pause of more than `timeout`.
+/// Reads a pipe or a terminal up to its end or `limit + 1` bytes, and fails if no data arrives for
+/// the time `timeout`.
 fn read_pipe(mut file: &File, limit: u64, timeout: Duration) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let mut chunk = vec![0; PIPE_READ_BYTES];

@@ -9,8 +9,8 @@ use crate::{
 };
 use serde_json::{Map, Value};
 
-/// The suffixes that the name of a JSON field may have after the name of its job.yaml key: none, or
-/// `_ms` for a duration in milliseconds.
+/// The endings that distinguish a field's name in the JSON of a job from its key in job.yaml: none,
+/// or `_ms` for milliseconds.
 const FIELD_SUFFIXES: [&str; 2] = ["", "_ms"];
 
 impl JobSpec {
@@ -39,8 +39,8 @@ fn rename_field(fields: &mut Map<String, Value>, name: &DeprecatedName) {
     }
 }
 
-/// Converts a keyword of job.yaml to the JSON value that serde writes for it: `true` to a boolean,
-/// `host` to the variant name `Host`.
+/// Converts a keyword of job.yaml to its form in the JSON of a job: `true` and `false` to booleans,
+/// other keywords to capitalized text.
 fn serialize_keyword(value: &str) -> Value {
     match value {
         "true" => Value::Bool(true),

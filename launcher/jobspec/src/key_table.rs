@@ -17,8 +17,8 @@ pub static KEYS: LazyLock<Vec<KeyInfo>> = LazyLock::new(|| {
     table
 });
 
-/// Replaces an alias or a deprecated name at the end of a job.yaml key's path by the key's present
-/// name. An unknown path is returned unchanged.
+/// Returns the path of a job.yaml key under its present name, for a path that may end with an alias
+/// or a deprecated name. An unknown path is returned unchanged.
 pub(crate) fn canonicalize_key_path(path: &str) -> String {
     let (section, name) = path.rsplit_once('.').unwrap_or(("", path));
     let keys = || list_section_keys(&KEYS, section);
@@ -27,8 +27,8 @@ pub(crate) fn canonicalize_key_path(path: &str) -> String {
     key.map_or_else(|| path.to_owned(), |key| key.path.clone())
 }
 
-/// A renaming of a job.yaml key, of some of its values, or of both, after which the old names are
-/// still accepted.
+/// A key of job.yaml that was renamed, or whose values were renamed, with the previous names that
+/// launch still accepts.
 #[derive(Debug)]
 pub struct DeprecatedName {
     /// The section of the key, e.g. `cluster.ssh`.

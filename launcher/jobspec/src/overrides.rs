@@ -163,8 +163,8 @@ fn set_value_at_path(
     Ok(())
 }
 
-/// Returns the entry of the key `path` in a YAML mapping, which may use any of the key's names, or
-/// adds an empty entry for the key. The added entry has the name and the span of the override.
+/// Finds the key with the path `path` in a YAML mapping under any of its names, or adds the key
+/// without a value. The added entry has the name and the span of the override.
 fn find_or_insert_entry<'e>(
     entries: &'e mut Vec<YamlEntry>,
     name: &str,

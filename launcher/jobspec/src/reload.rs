@@ -8,7 +8,7 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The values of the job's reloadable keys, which a user may change in job.yaml while the job runs.
+/// The values of those keys of a job that a user may change in job.yaml while the job runs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ReloadValues {
     /// `run.logs.show`: the ranks whose output is shown. In events and journals the field is named
@@ -21,8 +21,8 @@ pub struct ReloadValues {
     pub train: Option<ReloadTrainValues>,
 }
 
-/// The values of the reloadable keys of the section `train`, which a user may change in job.yaml
-/// while the job runs.
+/// The values of those keys of the section `train` that a user may change in job.yaml while the job
+/// runs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ReloadTrainValues {
     /// `train.steps`: the number of steps, at which the schedule also ends.
@@ -60,7 +60,7 @@ impl ReloadValues {
         ReloadValues { log_ranks: job.run.logs.show.clone(), checkpoint_every: job.checkpoint.every, train }
     }
 
-    /// Copies these values of reloadable keys (keys that may change while the job runs) into `job`.
+    /// Sets those keys of `job` that may change while the job runs to these values.
     pub fn apply_to(&self, job: &mut JobSpec) {
         job.run.logs.show.clone_from(&self.log_ranks);
         job.checkpoint.every = self.checkpoint_every;

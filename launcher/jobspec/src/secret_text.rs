@@ -51,8 +51,8 @@ pub fn hide_secret_arguments<S: AsRef<str>>(words: &[S]) -> Vec<String> {
     words.iter().enumerate().map(hide).collect()
 }
 
-/// Hides the secrets in one argument of a command line, such as the value in `--token=value`. The
-/// value of an option with `=` is the whole rest of the word.
+/// Returns one argument of a command line with its secrets hidden, such as the value in
+/// `--token=value`. The value of an option with `=` is the whole rest of the word.
 fn hide_secrets_in_word(word: &str) -> String {
     match word.split_once('=') {
         Some((option, value)) if is_secret_option(option) && may_be_secret_argument(value) => {
@@ -62,8 +62,8 @@ fn hide_secrets_in_word(word: &str) -> String {
     }
 }
 
-/// Returns the name of the first option in the command line `words` whose value is a secret.
-/// Returns `None` if there is no such option.
+/// Finds the first option with a secret value in the command line `words`, such as `--token`, and
+/// returns its name. Returns `None` if there is no such option.
 pub(crate) fn find_secret_option<S: AsRef<str>>(words: &[S]) -> Option<&str> {
     let position = (0..words.len()).find(|&i| {
         let word = words[i].as_ref();
@@ -73,8 +73,8 @@ pub(crate) fn find_secret_option<S: AsRef<str>>(words: &[S]) -> Option<&str> {
     position.map(|i| words[i].as_ref().split('=').next().unwrap_or_default())
 }
 
-/// Returns whether the word at `position` of a command line is a secret value, because the word
-/// before it is an option for secrets such as `--token`.
+/// Returns whether the word at `position` of a command line is a secret, because it follows an
+/// option such as `--token`.
 pub fn is_value_of_secret_option<S: AsRef<str>>(words: &[S], position: usize) -> bool {
     let Some(word) = words.get(position) else { return false };
     let option = position.checked_sub(1).map(|before| words[before].as_ref());
@@ -90,8 +90,8 @@ fn is_secret_option(word: &str) -> bool {
         && !ends_with_any(&TOKENIZER_OPTION_SUFFIXES)
 }
 
-/// Returns whether the argument after an option such as `--api-key` may be a secret, and not
-/// another option or a placeholder such as `$NAME`.
+/// Returns whether the word after an option such as `--api-key` looks like a secret: not empty, no
+/// other option, and no placeholder such as `$NAME`.
 fn may_be_secret_argument(word: &str) -> bool {
     !word.is_empty() && !word.starts_with("--") && !is_placeholder(word)
 }
@@ -156,9 +156,9 @@ fn is_secret_name(name: &str, is_variable: bool) -> bool {
     is_probable_secret_name(&name) && (is_variable || !is_lower_case || is_specific)
 }
 
-/// Returns the byte offset of the value in `text`, which is the text after the name of a variable
-/// or key, such as `=value`. Returns `None` if no value follows, or if the value is a reference
-/// such as `{from_env: NAME}`.
+/// Returns the byte offset at which the value begins in `text`, which follows the name of a
+/// variable or key: 1 for `=value`. Returns `None` if no value follows, or if the value is a
+/// reference such as `{from_env: NAME}`.
 fn find_value_start(text: &str) -> Option<usize> {
     let after_quote = text.trim_start_matches(['"', '\'']).trim_start_matches(' ');
     let value = after_quote.strip_prefix([':', '='])?.trim_start_matches(' ');
@@ -166,16 +166,16 @@ fn find_value_start(text: &str) -> Option<usize> {
     is_value.then_some(text.len() - value.len())
 }
 
-/// Returns whether the value of a `run.env` entry is written as the source of the value:
-/// `{from_env: NAME}` or `{from_file: path}`.
+/// Returns whether the value of a `run.env` entry begins like `{from_env: NAME}` or `{from_file:
+/// path}`, which name a source and contain no secret.
 fn is_reference(value: &str) -> bool {
     let inner = value.strip_prefix('{').map(str::trim_start);
     inner.is_some_and(|inner| inner.starts_with("from_env:") || inner.starts_with("from_file:"))
 }
 
-/// Returns the byte offset of an option's value in `text`, which is the text after the name of the
-/// option, such as `=value`. Recognizes `--token=value`, `--token value`, `[--token, value]` and
-/// `["--token", "value"]`.
+/// Returns the byte offset at which the value begins in `text`, which follows a command-line
+/// option: 1 for `=value` after `--token`. Recognizes `--token=value`, `--token value`, `[--token,
+/// value]` and `["--token", "value"]`.
 fn find_option_value_start(text: &str) -> Option<usize> {
     let value = match text.strip_prefix('=') {
         Some(value) => value,
@@ -187,8 +187,8 @@ fn find_option_value_start(text: &str) -> Option<usize> {
     (start > 0 && may_be_secret_argument(&value[..end])).then_some(start)
 }
 
-/// Returns the length in bytes of the option value at the start of `value`, the text after a
-/// command-line option such as `--token`. `before` is the text before the value. A value that is
+/// Returns how many bytes at the start of `value` are the value of a command-line option such as
+/// `--token`, so that they can be hidden. `before` is the text before the value. A value that is
 /// quoted, alone or with its option, ends at the quote. Another value ends at a space or a quote
 /// and, in a list, at the next separator.
 fn measure_option_value(value: &str, before: &str) -> usize {
@@ -202,9 +202,10 @@ fn measure_option_value(value: &str, before: &str) -> usize {
     end.unwrap_or(line).min(line)
 }
 
-/// Returns the length in bytes of the YAML or shell value with which `text` begins. A list or
-/// mapping, which is a mistake in place of a secret, ends with its first closing bracket. In a
-/// flow mapping, a plain value ends before the next separator.
+/// Returns how many bytes at the start of `text` are the value of a variable or key in YAML or a
+/// shell, so that they can be hidden. A list or mapping, which is a mistake in place of a secret,
+/// ends with its first closing bracket. In a flow mapping, a plain value ends before the next
+/// separator.
 fn measure_value(text: &str, in_mapping: bool) -> usize {
     let line = text.find('\n').unwrap_or(text.len());
     let quoted = text.chars().next().filter(|quote| matches!(quote, '"' | '\''));

@@ -401,8 +401,8 @@ pub enum FromAgent {
 }
 
 impl FromAgent {
-    /// Returns whether the message may be dropped on a slow or lost connection, because a newer
-    /// one, such as the next heartbeat, follows soon.
+    /// Returns whether the message may be lost without harm, because an agent sends messages of
+    /// this kind, such as heartbeats, again and again.
     pub fn is_transient(&self) -> bool {
         matches!(
             self,
@@ -475,8 +475,8 @@ pub struct WorkerInit {
 }
 
 impl WorkerInit {
-    /// Returns the batch job, such as a requeued Slurm job, from whose newest checkpoint the
-    /// workers resume. Returns `None` if `resume.from` applies.
+    /// Returns the batch job, such as a requeued Slurm job, if the workers are to resume from the
+    /// newest checkpoint of its earlier runs. Returns `None` if `resume.from` applies.
     pub fn continued_batch_job(&self) -> Option<&BatchJobRecord> {
         self.batch_job.as_ref().filter(|_| self.continues_batch_job)
     }

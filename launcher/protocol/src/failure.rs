@@ -137,8 +137,8 @@ pub enum FailureReason {
     Unknown,
 }
 
-/// The part of torch (Gloo, NCCL or the `TCPStore`) that reported a lost connection to another rank
-/// when a program failed. Most often the other rank has failed before.
+/// The part of torch (Gloo, NCCL or the `TCPStore`) that reported in a failed program that the
+/// connection to another rank was lost. Most often the other rank has failed before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LostConnection {

@@ -1,4 +1,5 @@
-//! [`GpuFault`]: an error of a GPU (Xid) that NVIDIA's driver has reported in the kernel log.
+//! [`GpuFault`]: an error of a GPU with its Xid number, as NVIDIA's driver has reported it in the
+//! kernel log.
 use serde::{Deserialize, Serialize};
 
 /// An error of a GPU that NVIDIA's driver reported in the kernel log. NVIDIA calls such errors Xid.

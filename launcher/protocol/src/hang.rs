@@ -125,8 +125,8 @@ pub enum WaitKind {
     Other,
 }
 
-/// Why the ranks of a job hang: the collective in which they wait, and which ranks have not entered
-/// it.
+/// The verdict on a job that hangs: the collective in which ranks wait, and which ranks have not
+/// entered this collective.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HangVerdict {
     /// The kind of hang.
@@ -153,8 +153,8 @@ pub struct HangVerdict {
     pub collective_timeouts: Vec<CollectiveTimeout>,
 }
 
-/// A collective that timed out on one rank, as reported by torch's NCCL watchdog or by an exception
-/// of another backend.
+/// A collective that did not end in time on one rank, as torch's NCCL watchdog or an exception of
+/// Gloo or another backend reported.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CollectiveTimeout {
     /// The rank.
@@ -185,8 +185,8 @@ pub struct RankGpuFault {
     pub fault: GpuFault,
 }
 
-/// The content of the file `hang-ATTEMPT.json` in the run directory: why the ranks hang (the
-/// verdict), and what agents have collected about each rank.
+/// The content of the file `hang-ATTEMPT.json` in the run directory: why the job hangs, and what
+/// the agents have collected about each rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HangFile {
     /// The result of the diagnosis.
@@ -232,8 +232,8 @@ pub struct WaitingCollective {
     pub operation: Option<String>,
 }
 
-/// The current activity of one rank of a job that hangs, and the source line and kernel functions
-/// in which it waits.
+/// What one rank of a job that hangs does at the moment: its activity, and the source line and
+/// kernel function in which it waits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankPosition {
     /// The rank.

@@ -27,10 +27,10 @@ impl CpuTopology {
         CpuTopology { cores: cpus.iter().map(|cpu| CpuCore { cpus: vec![*cpu], numa_node: 0 }).collect() }
     }
 
-    /// Returns whether the cores of this topology contain exactly the CPUs (hardware threads) in
-    /// `cpus`, each of them once. The caller must pass `cpus` in ascending order without
-    /// duplicates. The controller calls this function because the inventory that an agent reports
-    /// is untrusted input.
+    /// Returns whether every CPU (hardware thread) in `cpus` belongs to exactly one core of this
+    /// topology, and whether the cores contain no other CPUs. The caller must pass `cpus` in
+    /// ascending order without duplicates. The controller calls this function because the inventory
+    /// that an agent reports is untrusted input.
     pub fn covers_exactly(&self, cpus: &[u32]) -> bool {
         let mut core_cpus: Vec<u32> = self.cores.iter().flat_map(|core| core.cpus.iter().copied()).collect();
         core_cpus.sort_unstable();

@@ -9,13 +9,14 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-/// The largest number of TCP ports of one host to which `launch check --network` measures
-/// connections. Of a larger range, evenly spaced ports are used.
+/// The largest number of TCP ports per host over which `launch check --network` measures the
+/// connections between hosts. Of a larger range, evenly spaced ports are used.
 pub const MAX_MEASURED_PORTS: usize = 4;
 /// The longest duration of a transfer that `launch check --network` measures, in one direction, in
 /// milliseconds. A longer time in a request is reduced to this value.
 pub const MAX_TRANSFER_MS: u64 = 10_000;
-/// The largest number of connections that transfer data at the same time in one measurement.
+/// The largest number of parallel TCP connections over which one measurement of `launch check
+/// --network` transfers data.
 pub const MAX_STREAMS: u32 = 4;
 
 /// The request by which `launch check --network` makes an agent inspect its host's network and
@@ -32,8 +33,8 @@ pub struct NetworkRequest {
     pub ports: PortSelection,
 }
 
-/// What `launch check --network` found about the network of one host, and the addresses to which
-/// other agents connect for measurements.
+/// What an agent reports to `launch check --network` about the network of its host, including where
+/// it accepts measurements by other agents.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct NetworkInspection {
     /// The interface that workers use for other hosts; `None` if no interface is suitable.

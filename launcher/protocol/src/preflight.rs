@@ -24,8 +24,8 @@ pub struct MemoryEstimate {
     pub total: u64,
 }
 
-/// The results of the checks of a job before any process is started: errors, warnings, and
-/// estimates of memory. The subject of each diagnostic is the path of a key, e.g.
+/// What the checks of a built-in training before its start have found: errors, warnings, and
+/// estimates of the memory of each rank. The subject of each diagnostic is the path of a key, e.g.
 /// `train.batch.global`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PreflightReport {
@@ -45,13 +45,13 @@ pub struct PreflightReport {
 /// Checks a built-in training job (GPUs, libraries, data, model and memory) before its workers are
 /// started.
 pub trait Preflight: Sync {
-    /// Checks that built-in training on GPUs can use the GPUs of this machine. The error lists the
-    /// libraries and directories that were searched.
+    /// Fails if the built-in training cannot use the GPUs of this machine, for example because a
+    /// CUDA library is missing. The error lists the libraries and directories that were searched.
     fn check_gpus(&self, job: &JobSpec) -> diagnostic::Result<()>;
     /// Opens the libraries that training on GPUs uses on this machine, and returns the result for
     /// each library. The libraries are searched in `directories` first.
     fn inspect_gpu_libraries(&self, directories: &[PathBuf]) -> Vec<LibraryReport>;
-    /// Checks that data, tokenizer and model of the job exist and match its keys, for `world`
-    /// workers of `threads` threads each. Writes no files.
+    /// Checks before a built-in training starts that the data, tokenizer and model of the job exist
+    /// and agree with the keys of job.yaml. Writes no files.
     fn check_job(&self, job: &JobSpec, world: u32, threads: u32) -> PreflightReport;
 }

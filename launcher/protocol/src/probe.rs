@@ -12,7 +12,8 @@ use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf};
 /// request.
 pub const MAX_PEERS: usize = 64;
 
-/// A request of `launch check` to the agent of a host: inspect the host, or connect to other hosts.
+/// A request of `launch check` to the agent of a host, for example to inspect the host or to
+/// connect to other hosts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ProbeRequest {
     /// Inspects the hardware, limits and directories of the host. Afterwards, the agent listens for
@@ -58,8 +59,8 @@ pub struct PeerListener {
     pub greeting: String,
 }
 
-/// The answer of an agent to a request of `launch check`: what it found on its host, or which other
-/// hosts it could reach.
+/// The answer of an agent to a request of `launch check`, for example what it found on its host or
+/// which hosts it reached.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ProbeAnswer {
     /// The answer to [`ProbeRequest::Inspect`].

@@ -23,8 +23,8 @@ pub struct RankTimes {
     pub links: Option<LinkTimes>,
 }
 
-/// The network transfer times of one rank's data to other hosts, on its slowest and on its fastest
-/// connection. A time is in microseconds.
+/// How long the data of one rank was on its way to other hosts, over the slowest and over the
+/// fastest connection. A time is in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LinkTimes {
     /// The rank to which data was on its way for the longest time. After several steps: the rank
@@ -39,7 +39,7 @@ pub struct LinkTimes {
     pub fastest_us: u64,
 }
 
-/// The times of all ranks, summed over consecutive optimizer steps.
+/// The sums of the durations that every rank has measured over some consecutive optimizer steps.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepTimes {
     /// The number of optimizer steps that were done after the last of the summed steps.
@@ -57,7 +57,8 @@ impl RankTimes {
         self.step_us.saturating_sub(self.waiting_us)
     }
 
-    /// Adds the times of this rank in a later optimizer step to these times.
+    /// Adds the durations of a later optimizer step of one rank to the sums of the earlier steps of
+    /// this rank.
     pub fn add(&mut self, later: &RankTimes) {
         self.step_us = self.step_us.saturating_add(later.step_us);
         self.waiting_us = self.waiting_us.saturating_add(later.waiting_us);
@@ -96,8 +97,8 @@ impl LinkTimes {
 }
 
 impl StepTimes {
-    /// Adds the times of all ranks in the optimizer step `step` to the sums. Begins again if the
-    /// number of ranks has changed.
+    /// Adds the durations of one optimizer step, given for each rank in `ranks`, to the sums of the
+    /// earlier steps. Begins again if the number of ranks has changed.
     pub fn add_step(&mut self, step: u64, ranks: &[RankTimes]) {
         let ranks = &ranks[..ranks.len().min(MAX_TIMED_RANKS)];
         if self.ranks.len() != ranks.len() {

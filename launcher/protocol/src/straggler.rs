@@ -21,16 +21,16 @@ use statistics::compute_excesses;
 /// The kernel enforces CPU quotas in periods of 100 ms. A rank with a quota is slow only in some of
 /// its shorter steps, but is stopped at least once in almost every time of this length.
 const MIN_WINDOW_US: u64 = 100_000;
-/// The smallest number of windows (groups of consecutive steps) in which a rank must be slow before
-/// it is reported. Windows of two steps reach this number after 16 steps. A smaller number would
-/// report the random delays of threads on a busy host.
+/// The smallest number of windows (groups of consecutive steps) over which a rank must be slow
+/// before it is reported, if a window has one or two steps. Windows of two steps reach this number
+/// after 16 steps. A smaller number would report the random delays of threads on a busy host.
 const MIN_WINDOWS: u32 = 8;
-/// The smallest number of windows in which a rank must be slow before it is reported, if each
-/// window has more than two steps. Such a window contains more of the pauses that affect single
-/// steps, so more of the windows of a quiet rank are slow.
+/// The smallest number of windows (groups of consecutive steps) over which a rank must be slow
+/// before it is reported, if a window has three or more steps. Such a window contains more of the
+/// pauses that affect single steps, so more of the windows of a quiet rank are slow.
 const MIN_WINDOWS_OF_SHORT_STEPS: u32 = 12;
-/// The largest delay by a rank that counts in one window (group of steps), as a multiple of
-/// `run.straggler.share`.
+/// The largest delay that counts against a rank in one window (group of steps), as a multiple of
+/// the limit `run.straggler.share`.
 ///
 /// The detector compares the mean of two consecutive windows with the threshold. A quota stops a
 /// rank more often in some windows than in others: one of 80 % may cost 6 % and 30 % of consecutive
@@ -38,25 +38,25 @@ const MIN_WINDOWS_OF_SHORT_STEPS: u32 = 12;
 /// of such windows is still above the threshold, but that of a long pause and a quiet window is
 /// not.
 const MAX_COUNTED_FACTOR: f64 = 1.5;
-/// The number that is subtracted from a rank's count of slow windows (groups of steps) after a
-/// window in which the rank was not slow. A rank that is slow in most windows is found even if
-/// there is noise. With a smaller number, pauses of 4 % of the steps and delays by other processes
-/// would add up to a report.
+/// The number by which a rank's count of slow windows (groups of steps) falls after a window in
+/// which the rank clearly was not slow. A rank that is slow in most windows is found even if there
+/// is noise. With a smaller number, pauses of 4 % of the steps and delays by other processes would
+/// add up to a report.
 const FAST_WINDOW_PENALTY: u32 = 2;
-/// The fraction of `run.straggler.share` below which the delay in a window (group of steps) reduces
-/// a rank's count of slow windows. The mean of a window in which a quota has not stopped the rank
-/// and another one is above this fraction.
+/// The delay below which a window (group of steps) lowers a rank's count of slow windows, as a
+/// fraction of the limit `run.straggler.share`. The mean of a window in which a quota has not
+/// stopped the rank and another one is above this fraction.
 const FAST_WINDOW_FACTOR: f64 = 0.7;
-/// The fraction of `run.straggler.share` to which the delay by a slow rank must fall before the
-/// rank is reported as recovered.
+/// The delay below which a rank that was reported as slow counts as recovered, as a fraction of the
+/// limit `run.straggler.share`.
 const RECOVERY_FACTOR: f64 = 0.5;
 /// The smallest extra network delay per optimizer step, in microseconds, that is reported as a slow
 /// network. A thread that waits for a busy CPU receives data later by several time slices of the
 /// scheduler.
 const MIN_NETWORK_DELAY_US: u64 = 20_000;
 
-/// The limits of `run.straggler` above which a slow rank is reported: its share of the step time,
-/// and the number of steps.
+/// The settings `run.straggler`: the share of the step time that a rank must cost, and for how many
+/// steps, to be reported as slow.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StragglerRules {
     /// The share of the step time that a rank must cost, from 0 to 1.
@@ -76,7 +76,8 @@ pub enum StragglerKind {
     Network,
 }
 
-/// A change that the detector found: a rank began to slow down the others, or no longer does.
+/// A result of the straggler detector: a rank began to slow down the other ranks, or ceased to do
+/// so.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StragglerChange {
     /// Whether the rank is slow from now on. Otherwise it is no longer slow.
@@ -107,8 +108,8 @@ pub struct StragglerDetector {
     network: SlownessCounts,
 }
 
-/// The counts of windows (groups of steps) in which each rank was slow, for one cause: computation
-/// or network.
+/// The search for a rank that is slow for one cause, computation or network: how many windows
+/// (groups of steps) each rank was slow in.
 #[derive(Clone, Debug, Default)]
 struct SlownessCounts {
     ranks: Vec<SlowWindows>,
@@ -116,8 +117,8 @@ struct SlownessCounts {
     reported: Option<(Rank, u32)>,
 }
 
-/// The number of recent windows (groups of steps) in which one rank was slow, and the share of time
-/// that the others lost.
+/// How slow one rank was recently: its count of slow windows (groups of steps), and the share of
+/// time that it cost the other ranks.
 #[derive(Clone, Copy, Debug, Default)]
 struct SlowWindows {
     /// The share that the rank has cost in the newest window, as far as it counts.
@@ -142,8 +143,8 @@ impl StragglerDetector {
         StragglerDetector { rules, hosts, window: Vec::new(), window_steps: 0, work, network }
     }
 
-    /// Adds the times of all ranks in the optimizer step `step`, and searches for a slow rank once
-    /// the collected steps are long enough. Returns the ranks that began or ceased to slow down the
+    /// Adds the durations of one optimizer step of all ranks, and compares the ranks whenever the
+    /// collected steps are long enough. Returns the ranks that began or ceased to slow down the
     /// others.
     ///
     /// If the network of a host is slow, the changed rank is the first rank of the host.
@@ -185,8 +186,8 @@ impl StragglerDetector {
     }
 }
 
-/// The limits for one window (group of steps): the share of time that a slow rank costs, and the
-/// required number of slow windows.
+/// The limits above which a rank is reported as slow: the share of time that it costs the others,
+/// and its number of slow windows (groups of steps).
 #[derive(Clone, Copy, Debug)]
 struct WindowLimits {
     /// The share of the time that a slow rank costs.
@@ -196,8 +197,8 @@ struct WindowLimits {
 }
 
 impl WindowLimits {
-    /// Computes the limits from `run.straggler` for windows (groups) of `steps` optimizer steps
-    /// each.
+    /// Computes from `rules`, the user's settings `run.straggler`, the limits for windows (groups
+    /// of consecutive steps) of `steps` optimizer steps each.
     fn new(rules: &StragglerRules, steps: u64) -> WindowLimits {
         let steps = u32::try_from(steps).unwrap_or(u32::MAX).max(1);
         // The user may ask for reports after fewer steps.
@@ -208,17 +209,17 @@ impl WindowLimits {
         WindowLimits { share: rules.share, windows: rules.steps.div_ceil(steps).max(min_windows) }
     }
 
-    /// Returns the number of pairs of consecutive windows (groups of steps) in which a rank must be
-    /// slow before it is reported.
+    /// Returns how many pairs of consecutive windows (groups of steps) must be slow before a rank
+    /// is reported: the number of windows less one, at least 1.
     fn count_pairs(&self) -> u32 {
         self.windows.saturating_sub(1).max(1)
     }
 }
 
 impl SlownessCounts {
-    /// Adds a window (group of steps), in which each rank has cost the other ranks the share of
-    /// time in `shares`. Returns whether a rank became slow, the rank, and the mean share that it
-    /// costs; `None` if nothing has changed.
+    /// Counts a new window (group of steps) for all ranks, where `shares` contains the share of the
+    /// window that each rank cost the others. Returns whether a rank became slow, the rank, and the
+    /// mean share that it costs; `None` if nothing has changed.
     fn add_window(&mut self, limits: WindowLimits, shares: &[f64]) -> Option<(bool, Rank, f64)> {
         self.ranks.resize(shares.len(), SlowWindows::default());
         self.ranks.iter_mut().zip(shares).for_each(|(rank, share)| rank.add_window(limits, *share));
@@ -238,8 +239,8 @@ impl SlownessCounts {
 }
 
 impl SlowWindows {
-    /// Adds a window (group of steps), of which the others lost the share `share` by waiting for
-    /// the rank.
+    /// Counts a new window (group of steps) for one rank, in which the other ranks lost the share
+    /// `share` of the time to this rank.
     fn add_window(&mut self, limits: WindowLimits, share: f64) {
         let counted = share.min(limits.share * MAX_COUNTED_FACTOR);
         // The user may ask for a report after one window.
@@ -256,16 +257,16 @@ impl SlowWindows {
         };
     }
 
-    /// Returns the mean share of the time that the others have lost by waiting for the rank since
-    /// its current series of slow windows began.
+    /// Returns the mean share of time that the rank has cost the others over the windows (groups of
+    /// steps) since its count of slow windows was 0.
     fn mean_share(&self) -> f64 {
         self.share_sum / f64::from(self.windows.max(1))
     }
 }
 
-/// Computes, for each rank, the share of a window (group of steps) that the job would save if this
-/// rank computed as fast as the median. A rank with more micro-batches than others may take longer
-/// in proportion.
+/// Computes how much time the slow computation of each rank costs the job, as a share of a window
+/// (group of steps) of `window_us` microseconds. A rank with more micro-batches than others may
+/// take longer in proportion.
 fn compute_work_delay_shares(ranks: &[RankTimes], window_us: u64) -> Vec<f64> {
     let work: Vec<u64> = ranks.iter().map(RankTimes::work_us).collect();
     let batches = |rank: usize| ranks[rank].micro_batches.max(1);

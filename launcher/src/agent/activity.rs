@@ -27,9 +27,8 @@ pub(super) fn list_process_tree(leader: u32) -> Vec<i32> {
     list_process_trees(&[leader]).pop().unwrap_or_default()
 }
 
-/// Returns, for each of several workers, the pids of all its processes: its first process, which
-/// `leaders` contains, and the descendants of that process. The results have the order of
-/// `leaders`.
+/// Returns the pids of each worker's processes, which are its first process, whose pid is in
+/// `leaders`, and all descendants of the first process. The results have the order of `leaders`.
 pub(super) fn list_process_trees(leaders: &[u32]) -> Vec<Vec<i32>> {
     let processes = list_processes();
     let children = index_children(&processes);
@@ -41,9 +40,9 @@ pub(super) fn list_process_trees(leaders: &[u32]) -> Vec<Vec<i32>> {
     leaders.iter().map(list).collect()
 }
 
-/// Sums, for each worker (given by its first process in `leaders`), the CPU time of all its
-/// processes, and determines whether its first process is stopped. The results have the order of
-/// `leaders`. `processes` is a list of all processes of the host.
+/// Returns the total CPU time of each worker's processes, and whether the first process of the
+/// worker is stopped. The results have the order of `leaders`. `processes` is a list of all
+/// processes of the host.
 fn sum_cpu_times(processes: &[ProcessStat], leaders: &[u32]) -> Vec<WorkerActivity> {
     let children = index_children(processes);
     let measure = |leader: &u32| {

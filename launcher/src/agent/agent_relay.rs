@@ -1,5 +1,5 @@
-//! [`relay_to_agent`]: connects a new controller with the agent of the run that is still alive on
-//! this host.
+//! [`relay_to_agent`]: connects a new controller of a run with the agent that still works for the
+//! run on this host.
 use super::attach_socket::{SocketReader, SocketWriter, send_request_to_agent};
 use crate::{
     connection::{encode_frame, read_frame},
@@ -13,11 +13,11 @@ use tokio::{
     time::{Instant, sleep, timeout_at},
 };
 
-/// The pause before a new controller asks an agent again to obey it, while the agent still waits
-/// for its silent previous controller.
+/// The pause between two requests of a new controller to control an agent that still waits for
+/// messages of its previous, now silent controller.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
-/// The longest time for which messages that a controller has sent before its end may still be on
-/// their way to an agent. A controller that is alive sends heartbeats more often.
+/// The longest delay with which messages of a controller that has ended may still reach an agent. A
+/// controller that is alive sends heartbeats more often.
 const MAX_MESSAGE_DELAY: Duration = Duration::from_secs(4);
 
 /// Passes a new controller's request for control to the agent that is alive on this host, and then
@@ -85,11 +85,11 @@ async fn request_adoption(
     }
 }
 
-/// Returns whether the last message that an agent received from its present controller proves that
-/// this controller is still alive. It does if the message has arrived long after the first request.
-/// `elapsed` is the time from the first request to the present one, and `silence` is the time since
-/// the last message. A silence of zero proves nothing: an agent that has just been adopted, and got
-/// no message since, reports it, too.
+/// Returns whether an agent received a message from its present controller so long after a new
+/// controller's first request that the present controller must still be alive. It does if the
+/// message has arrived long after the first request. `elapsed` is the time from the first request
+/// to the present one, and `silence` is the time since the last message. A silence of zero proves
+/// nothing: an agent that has just been adopted, and got no message since, reports it, too.
 fn proves_live_controller(elapsed: Duration, silence: Duration) -> bool {
     !silence.is_zero() && elapsed.saturating_sub(silence) > MAX_MESSAGE_DELAY
 }

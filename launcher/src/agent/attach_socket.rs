@@ -45,11 +45,11 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-/// The number of alternative names for the Unix socket of an agent, from which the agent uses the
-/// first one that is free. There are several, so that another user cannot easily take all of them.
+/// The number of possible names for the Unix socket of an agent, of which the agent uses the first
+/// free one. There are several, so that another user cannot easily take all of them.
 const SOCKET_NAME_COUNT: u32 = 16;
-/// The largest number of processes that connect to an agent's Unix socket and prove at the same
-/// time that they have the run's key. Further connections wait.
+/// The largest number of connections to an agent's Unix socket on which the handshake (proof that
+/// both sides have the run's key) runs at the same time. Further connections wait.
 const MAX_CONCURRENT_HANDSHAKES: usize = 16;
 /// How long a new agent waits until an older agent of the same run on its host has ended.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(8);
@@ -72,8 +72,8 @@ pub(super) struct AttachConnection {
     pub(super) request: AttachRequest,
 }
 
-/// Derives the names that the Unix socket of an agent may have from the run `run` and the host
-/// `host`, in the order in which agents try them.
+/// Derives the possible names of an agent's Unix socket from the run's key, the run's name and the
+/// host name, in the order in which agents try them.
 fn derive_socket_names(key: &JobSecretKey, run: &str, host: &str) -> impl Iterator<Item = String> {
     let mut hasher = blake3::Hasher::new_keyed(&key.0);
     for part in ["launch agent socket", run, host] {
@@ -121,8 +121,8 @@ fn bind_first_free_name(terms: &SupervisionTerms) -> io::Result<StdListener> {
     Err(last)
 }
 
-/// Binds the Unix socket of this agent, or fails if another agent of the run is alive on this host.
-/// Fails with [`io::ErrorKind::AddrInUse`] if one is.
+/// Binds the Unix socket of this agent unless another agent of the run is alive on this host. Fails
+/// with [`io::ErrorKind::AddrInUse`] if one is.
 fn bind_unless_in_use(terms: &SupervisionTerms) -> io::Result<StdListener> {
     match connect_to_agent_socket(&terms.key, &terms.run, &terms.host)? {
         Some(_) => Err(io::ErrorKind::AddrInUse.into()),
@@ -300,8 +300,8 @@ pub(super) async fn reject_request(mut output: SocketWriter, rejection: AttachRe
     }
 }
 
-/// Informs later agents of this host, which have asked this agent to end, that all workers of this
-/// agent have ended.
+/// Sends a message to each later agent that has asked this agent to end, with the information that
+/// all workers of this agent have ended.
 pub(super) async fn notify_evictors_of_agent_end(connections: Vec<AttachConnection>) {
     let Ok(frame) = encode_frame(&FromAgent::WorkersEnded { attempt: 0 }) else { return };
     for mut connection in connections {

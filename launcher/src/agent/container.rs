@@ -13,8 +13,8 @@ use std::{collections::BTreeSet, path::Path};
 const CHANGE_DIRECTORY_SCRIPT: &str = "cd -- \"$1\" && shift && exec \"$@\"";
 /// The longest name that launch gives a container, in bytes.
 const MAX_CONTAINER_NAME_BYTES: usize = 128;
-/// The prefix that makes Apptainer set an environment variable inside the container to the given
-/// value, even a variable that Apptainer itself changes.
+/// The prefix by which Apptainer recognizes a variable in its environment that it must set, without
+/// the prefix, inside the container.
 const APPTAINER_PASS_PREFIX: &str = "APPTAINERENV_";
 /// The environment variables to which Apptainer gives new values in a container, instead of the
 /// values that they have on the host.
@@ -63,8 +63,8 @@ pub(super) struct ContainerCommandBuilder<'a> {
 }
 
 impl<'a> ContainerCommandBuilder<'a> {
-    /// Returns a builder of the commands that start and remove a container, for a worker or (with
-    /// `exec`) for a `launch exec` command next to it. Returns `None` for a job without
+    /// Creates the builder for the container of a worker or, if `exec` is given, for the container
+    /// of a `launch exec` command that runs next to the worker. Returns `None` for a job without
     /// `run.container`.
     pub(super) fn for_worker(
         plan: &'a HostPlan,
@@ -90,9 +90,9 @@ impl<'a> ContainerCommandBuilder<'a> {
         })
     }
 
-    /// Adds mounts to the container so that it sees the directory of the hang hook (a Python module
-    /// for workers), which is the first of `mounts`. Returns `false` if the runtime cannot mount
-    /// the directory for `worker`.
+    /// Adds the mounts that make the directory of the hang hook (a Python module that workers load)
+    /// visible in the container; the first mount is that directory. Returns `false` if the runtime
+    /// cannot mount the directory for `worker`.
     pub(super) fn add_hook_mounts(&mut self, mounts: Vec<ContainerMount>, worker: &WorkerPlan) -> bool {
         let Some(directory) = mounts.first().map(|mount| Path::new(&mount.source)) else { return false };
         if self.spec.runtime != ContainerRuntime::Charliecloud {
@@ -335,8 +335,8 @@ fn to_owned_strings(words: &[&str]) -> Vec<String> {
     words.iter().map(|word| (*word).to_owned()).collect()
 }
 
-/// Replaces a "program not found" error of a worker in a container by an error that names the
-/// missing container runtime.
+/// Returns an error that names the missing container runtime if `error` reports that the program
+/// which starts a worker's container was not found.
 pub(super) fn explain_missing_runtime(error: Diagnostic, plan: &HostPlan) -> Diagnostic {
     let Some(spec) = &plan.job.run.container else { return error };
     if error.code() != host::WORKER_WRAPPER_MISSING {

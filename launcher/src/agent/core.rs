@@ -38,18 +38,18 @@ use std::{
 /// failed. The time is long because a worker in a debugger or on a machine that swaps is silent,
 /// too.
 pub(crate) const WORKER_LEASE: Duration = Duration::from_secs(30);
-/// The longest time for which the agent postpones the kill of hanging workers, until their stacks
-/// are written and the controller has the evidence from all hosts. After this time, the workers are
+/// The longest time for which the agent postpones the kill of hanging workers so that their stacks
+/// can be logged and all hosts can report what their workers do. After this time, the workers are
 /// killed in any case.
 pub(crate) const STACKS_TIMEOUT: Duration = Duration::from_secs(8);
 /// The interval at which the agent measures the activity (CPU time) of its workers.
 pub(crate) const ACTIVITY_INTERVAL: Duration = Duration::from_secs(1);
-/// The longest delay of a CPU time measurement; after a longer delay, the time before the
-/// measurement counts as progress of all workers. The delay shows that the agent was suspended,
+/// The delay of a CPU time measurement above which the agent assumes that the host was suspended,
+/// and counts the delay as progress of all workers. The delay shows that the agent was suspended,
 /// probably together with the workers, as by Slurm.
 const MAX_ACTIVITY_DELAY: Duration = Duration::from_secs(30);
-/// How long the agent waits, after the end of a worker's process, for the worker's last output and
-/// for its final report (the last message of a built-in worker).
+/// How long the agent waits, after the end of a worker's process, for the rest of the worker's
+/// output and for its last message.
 pub(crate) const FINAL_OUTPUT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The phase of an agent's life, from the wait for the controller's first message to the exit.
@@ -231,8 +231,8 @@ impl AgentCore {
         }
     }
 
-    /// Sets how long the agent delays its report that a worker died of SIGKILL, and returns the
-    /// changed state machine.
+    /// Sets how long the agent holds back its report that a SIGKILL or SIGTERM from another process
+    /// ended a worker, because a scheduler may be ending the job.
     pub(crate) fn with_kill_report_delay(self, kill_report_delay: Duration) -> Self {
         AgentCore { kill_report_delay, ..self }
     }
@@ -327,9 +327,9 @@ impl AgentCore {
         self.send_to_controller(FromAgent::Event { attempt, rank, event, is_restored: false });
     }
 
-    /// Sends a message to the controller, and keeps it for a later controller unless a newer
-    /// message of its kind replaces it anyway. Messages that a newer one replaces are not repeated
-    /// to a later controller.
+    /// Sends a message to the controller, and stores most kinds of messages so that they can be
+    /// repeated to a later controller. Messages that a newer one replaces are not repeated to a
+    /// later controller.
     fn send_to_controller(&mut self, message: FromAgent) {
         let is_transient = message.is_transient();
         match self.terms {
@@ -358,8 +358,8 @@ impl AgentCore {
         self.unattended_since.is_none() && self.reports.has_unsent()
     }
 
-    /// Returns whether the agent must stop reading messages of its workers, because too many of
-    /// their events await the controller's acknowledgement.
+    /// Returns whether the agent must stop reading messages of its workers, because too many worker
+    /// events were reported to the controller and not yet acknowledged.
     pub(crate) fn is_backlogged(&self) -> bool {
         self.reports.is_full()
     }

@@ -5,8 +5,8 @@ use protocol::control::{FromAgent, HostPlan, ToAgent};
 use std::io;
 use tracing::{debug, info, trace, warn};
 
-/// Starts the agent's debug log, in a file in the run directory, with the log filter (in the syntax
-/// of `LAUNCH_LOG`) that the controller has sent in `plan`. Does nothing for later attempts.
+/// Starts the agent's debug log in a file in the run directory, with the filter for messages that
+/// the controller has sent in `plan`. Does nothing for later attempts.
 pub(super) fn start_debug_log(plan: &HostPlan) -> io::Result<()> {
     let Ok(filter) = Filter::from_directives_or_verbosity(Some(&plan.debug_filter), 0) else { return Ok(()) };
     debuglog::start(&filter, None);

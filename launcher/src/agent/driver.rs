@@ -89,14 +89,13 @@ struct WorkerHandle {
     timeout_evidence: Option<TimeoutEvidence>,
 }
 
-/// What the agent reads from a connection to a controller (a message, `Ok(None)` at the end, or an
-/// error), with the number of that connection. The number distinguishes the connections of the
-/// agent.
+/// A message, end of stream or error that the agent has read from a connection to a controller,
+/// with the number of the connection. The number distinguishes the connections of the agent.
 type ControllerMessage = (ConnectionNumber, Result<Option<ToAgent>, FrameError>);
 /// The two ends of a channel through which tasks and threads send to the agent's event loop.
 type ChannelEnds<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
-/// What the agent reads from the control connection of a worker (a message, `Ok(None)` at the end,
-/// or an error), with the worker's rank and pid.
+/// A message, end of stream or error that the agent has read from a worker's control connection,
+/// with the worker's rank and pid.
 type WorkerMessage = (WorkerId, Result<Option<FromWorker>, FrameError>);
 
 /// Executes the actions that the agent's state machine (`core`) requests, and reports messages,
@@ -519,9 +518,9 @@ impl AgentDriver {
         Some(AgentInput::Warning { rank, message })
     }
 
-    /// Opens the port at which the processes of a program meet (the rendezvous) in a new attempt
-    /// (start of all workers), after closing the port of the earlier attempt. Returns the port or
-    /// the error as the answer for the agent's state machine.
+    /// Closes the rendezvous port (at which the processes of a program meet) of the earlier attempt
+    /// (start of all workers), and opens the port for the new one. Returns the port or the error as
+    /// the answer for the agent's state machine.
     fn bind_rendezvous_port(&mut self, bind: &RendezvousRequest) -> AgentInput {
         // The rendezvous of the earlier attempt must be closed first, because both may use one
         // port.
@@ -567,9 +566,9 @@ async fn wait_for_queue_space(connection: Option<&ControllerConnection>) {
     }
 }
 
-/// Draws a random id for this agent's sequence of numbered reports, by which a later controller
-/// recognizes reports that it has received before. All programs can store the number as a JSON
-/// number.
+/// Returns a random number that identifies this agent's sequence of reports, so that a later
+/// controller can recognize the reports that it already has. All programs can store the number as a
+/// JSON number.
 fn draw_report_stream_number() -> io::Result<u64> {
     let mut bytes = [0; 8];
     getrandom::fill(&mut bytes)?;

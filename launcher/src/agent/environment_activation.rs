@@ -16,11 +16,11 @@ use std::{
     time::Duration,
 };
 
-/// The largest output, in bytes, that the login shell which activates the environments of
-/// `run.activate` may print, including the resulting variables.
+/// The largest number of bytes that the login shell for `run.activate` may print, including the
+/// environment variables after the activation.
 const MAX_SHELL_OUTPUT_BYTES: usize = 2 << 20;
-/// The number of last lines of the activation script's output (`run.activate`) that an error
-/// contains.
+/// The number of lines, from the end of the output of the activation script (`run.activate`), that
+/// an error message shows.
 const MAX_ERROR_OUTPUT_LINES: usize = 5;
 /// The length, in bytes, to which each line of the activation script's output (`run.activate`) is
 /// truncated in an error message.
@@ -77,8 +77,8 @@ pub(crate) fn activate_environments(
     }
 }
 
-/// Returns a random text that the activation script prints directly before the resulting
-/// environment variables, so that they are found in its output.
+/// Returns a random text that the activation script prints just before its list of environment
+/// variables, in order to mark where the list begins.
 fn generate_output_marker() -> io::Result<String> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes).map_err(io::Error::other)?;
@@ -121,7 +121,7 @@ command -v conda >/dev/null 2>&1 || __launch_fail 'conda-missing'
 "#;
 
 /// Shell code that makes the command `module` (environment modules) available to the activation
-/// script; a login shell may lack it on compute nodes.
+/// script if the login shell has not defined it.
 const MODULE_SETUP_SCRIPT: &str = r#"if ! command -v module >/dev/null 2>&1; then
   for __launch_file in "${MODULESHOME-}/init/${BASH_VERSION:+ba}sh" /etc/profile.d/modules.sh /etc/profile.d/lmod.sh /etc/profile.d/z00_lmod.sh /usr/share/modules/init/${BASH_VERSION:+ba}sh /usr/share/Modules/init/${BASH_VERSION:+ba}sh /usr/share/lmod/lmod/init/${BASH_VERSION:+ba}sh; do
     if [ -r "$__launch_file" ]; then . "$__launch_file"; fi
@@ -179,8 +179,8 @@ fn quote_path(workdir: &Path, path: &Path) -> String {
     }
 }
 
-/// Parses the output of the shell script that activates the environments `steps` on a host, and
-/// creates the error if an activation failed.
+/// Parses the output of the shell script that activates the environments of `run.activate` on a
+/// host, and builds the error of a failed activation.
 struct ActivationResultParser<'a> {
     steps: &'a [ActivationStep],
     host: &'a str,

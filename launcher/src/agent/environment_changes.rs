@@ -18,8 +18,8 @@ pub(crate) struct EnvironmentChanges {
 }
 
 impl EnvironmentChanges {
-    /// Returns which environment variables the activation of `run.activate` has added, changed and
-    /// removed, by comparing `before` with `after`.
+    /// Returns which environment variables were added, changed and removed when environments were
+    /// activated (`run.activate`), given all variables before and after the activation.
     pub(super) fn compare_environments(
         before: &BTreeMap<OsString, OsString>,
         after: BTreeMap<OsString, OsString>,

@@ -16,16 +16,15 @@ use std::{
 /// The interval at which an agent updates the modification time of its executable, which marks the
 /// executable as used.
 const TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
-/// The time without an update of its modification time after which an executable in the cache of a
-/// host counts as unused. Much longer than [`TOUCH_INTERVAL`], so that the executable of a
-/// suspended agent stays.
+/// The age of the modification time, which agents update regularly, above which an executable in
+/// the cache of a host counts as unused. Much longer than [`TOUCH_INTERVAL`], so that the
+/// executable of a suspended agent stays.
 const UNUSED_AFTER: Duration = Duration::from_secs(2 * 24 * 3600);
-/// The time without use after which a cached executable of launch is removed from a host, even if
-/// it is one of the newest.
+/// The time without use after which every cached executable of launch is removed from a host.
 const REMOVED_AFTER: Duration = Duration::from_secs(30 * 24 * 3600);
-/// The number of newest executables in the cache of a host that are removed only after
-/// [`REMOVED_AFTER`] instead of [`UNUSED_AFTER`] without use. The executable of the agent is one of
-/// them.
+/// The number of most recently used executables that stay in a host's cache until
+/// [`REMOVED_AFTER`], while older ones are removed already after [`UNUSED_AFTER`]. The executable
+/// of the agent is one of them.
 const MIN_KEPT_EXECUTABLES: usize = 4;
 /// The length of a file name in the cache of launch's executables, which is the BLAKE3 hash of the
 /// executable in hexadecimal.
@@ -83,11 +82,11 @@ fn mark_as_used(file: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes old executables of launch from the cache directory that contains `executable`, the
-/// executable of this agent, which was just marked as used. An executable is old if it is unused
-/// for longer than [`REMOVED_AFTER`] or, while the cache has more than [`MIN_KEPT_EXECUTABLES`],
-/// for longer than [`UNUSED_AFTER`]. Also removes unused incomplete copies. Several agents may do
-/// so at the same time.
+/// Removes old, unused executables of launch from this host's cache, which is the directory that
+/// contains this agent's `executable`. An executable is old if it is unused for longer than
+/// [`REMOVED_AFTER`] or, while the cache has more than [`MIN_KEPT_EXECUTABLES`], for longer than
+/// [`UNUSED_AFTER`]. Also removes unused incomplete copies. Several agents may do so at the same
+/// time.
 fn remove_old_executables(executable: &Path) -> io::Result<()> {
     let Some(directory) = executable.parent() else { return Ok(()) };
     let now = fs::metadata(executable)?.modified()?;

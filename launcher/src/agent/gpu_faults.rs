@@ -7,8 +7,8 @@ use std::{collections::VecDeque, time::Duration};
 /// The largest number of GPU errors from the kernel log that are remembered. A new fault replaces
 /// the oldest one.
 const MAX_FAULTS: usize = 1000;
-/// The longest time between a GPU error that the driver logs without a pid and the end of a process
-/// that the error may explain. A process fails at its next CUDA call, but may compute on the CPU or
+/// How long after a GPU error without a pid in the kernel log the end of a process may still be
+/// explained by that error. A process fails at its next CUDA call, but may compute on the CPU or
 /// wait for data before that.
 const ATTRIBUTION_WINDOW: Duration = Duration::from_secs(120);
 
@@ -73,9 +73,8 @@ impl GpuFaultWatch {
         faults.map(LoggedFault::to_gpu_fault).collect()
     }
 
-    /// Lists the GPU errors, at most `within` old, that the driver has logged without a pid and
-    /// that were not attributed to the end of a process. Reads the new records of the kernel log
-    /// before.
+    /// Lists the GPU errors from the last period `within` that the driver has logged without a pid
+    /// and that explain the end of no process yet. Reads the new records of the kernel log before.
     pub(super) fn list_unattributed_faults(&mut self, within: Duration) -> Vec<GpuFault> {
         let now = self.read_log();
         let is_recent = |fault: &&LoggedFault| now.saturating_sub(fault.logged_at) <= within;

@@ -42,8 +42,8 @@ pub(crate) fn is_flight_recorder_dump(bytes: &[u8]) -> bool {
     FlightRecorderDump::parse(bytes, Rank::MAX).is_some()
 }
 
-/// The request to collect evidence about the hanging workers of a host, with these workers and with
-/// the directory and memory that contain evidence.
+/// The request to collect evidence about the hanging workers of a host, which may come from their
+/// processes, the hang hook's files and the workers' status memory.
 pub(super) struct EvidenceRequest {
     /// The workers.
     pub(super) workers: Vec<HangingWorker>,
@@ -161,8 +161,8 @@ fn build_program_evidence(
     add_gpu_faults_and_output(evidence, subject.worker)
 }
 
-/// Adds GPU errors from the kernel log, and what the worker has printed about its collectives, to
-/// the evidence about a hanging worker. If the worker did not answer, also adds the dump that torch
+/// Adds GPU errors from the kernel log, NCCL warnings and timed-out collectives of a hanging worker
+/// to the evidence about the worker. If the worker did not answer, also adds the dump that torch
 /// may have written.
 fn add_gpu_faults_and_output(mut evidence: RankEvidence, worker: HangingWorker) -> RankEvidence {
     if let Some(timeout_evidence) = &worker.timeout_evidence {

@@ -12,8 +12,9 @@ use std::{
 /// The largest amount of workers' output, in bytes, that may wait in the agent's memory until the
 /// disk accepts it. Further output is dropped and counted.
 const MAX_WAITING_LOG_BYTES: usize = 32 << 20;
-/// How long an agent that is about to end retries log writes that fail because the disk is full.
-/// The controller kills an agent on its own machine that does not end within a second.
+/// How long an agent that is about to end still repeats log writes that fail because the disk is
+/// full, before it gives up. The controller kills an agent on its own machine that does not end
+/// within a second.
 const FULL_DISK_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long an agent that is about to end waits for log writes that block because the disk does not
 /// respond.
@@ -89,8 +90,8 @@ impl LogThread {
         self.thread.flush(limit)
     }
 
-    /// Returns for how long the log thread has been busy with the write that is running now.
-    /// Returns zero if no write runs.
+    /// Returns how long ago the log thread began the log write that it is executing. Returns zero
+    /// if no write runs.
     #[cfg(test)]
     pub(crate) fn current_write_time(&self) -> Duration {
         self.thread.busy_time()

@@ -15,8 +15,8 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// The shortest time between two entries (a time and the log's size at that time) in the file
-/// `rank-N.log.times` of a rank.
+/// The shortest time between two entries in the file `rank-N.log.times`, each of which records the
+/// size of a rank's log at one time.
 const MIN_RECORD_INTERVAL: Duration = Duration::from_secs(1);
 /// The size in bytes of one entry of the file `rank-N.log.times`: a time and the size of the log at
 /// that time.

@@ -1,9 +1,9 @@
-//! [`find_lost_connection`]: finds out whether a program has failed because torch has lost the
-//! connection to another rank, from the exception that ended the program.
+//! [`find_lost_connection`]: determines from the exception that ended a program whether the reason
+//! was that torch lost a connection to another rank.
 use protocol::failure::LostConnection;
 
-/// The texts by which exceptions of one torch component (Gloo, NCCL or TCPStore) and its lost
-/// connections are recognized.
+/// The texts that identify exceptions of one torch component (Gloo, NCCL or TCPStore), and the
+/// texts that identify a lost connection in their messages.
 struct ExceptionRule {
     connection: LostConnection,
     /// The exception belongs to the part of torch if its line contains one of these texts.
@@ -56,8 +56,8 @@ const CHAIN_LINES: [&str; 2] = [
     "The above exception was the direct cause of the following exception:",
 ];
 
-/// The endings of names, such as `Error`, by which a line of output is recognized as that of a
-/// Python exception. Other lines are not those of an exception.
+/// The endings of exception type names, such as `Error`, by which a line in a program's output is
+/// recognized as the report of a Python exception. Other lines are not those of an exception.
 const TYPE_ENDINGS: [&str; 4] = ["Error", "Exception", "Interrupt", "Exit"];
 
 /// Returns which torch component (Gloo, NCCL or TCPStore) lost a connection and thereby ended the

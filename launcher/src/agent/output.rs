@@ -40,8 +40,8 @@ const UNFINISHED_LINE_MS: u16 = 200;
 /// The largest number of bytes of a worker's output that are read at once. An unfinished line that
 /// is longer is written to the log in several parts.
 const MAX_READ_BYTES: usize = 64 << 10;
-/// The shortest time between two reports that the user's `run.progress_pattern` occurs in a
-/// worker's output, which shows progress.
+/// The shortest time between two progress reports for a worker whose output contains matches of the
+/// user's `run.progress_pattern`.
 const MIN_PROGRESS_REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// An event from the thread that copies a worker's output to the agent's event loop, for example
@@ -87,14 +87,14 @@ pub(crate) struct PumpOptions {
 pub(crate) struct ControllerLineQueue(Arc<Mutex<Outbox<FromAgent>>>);
 
 impl ControllerLineQueue {
-    /// Creates the queue for lines of workers' output, from which `outbox` sends them to the
-    /// controller.
+    /// Creates the queue that passes lines of workers' output to `outbox`, the queue of messages to
+    /// the present controller.
     pub(crate) fn new(outbox: Outbox<FromAgent>) -> ControllerLineQueue {
         ControllerLineQueue(Arc::new(Mutex::new(outbox)))
     }
 
-    /// Makes all later lines of workers' output go to another controller, whose queue of messages
-    /// is `outbox`.
+    /// Sends all later lines of workers' output to another controller, through that controller's
+    /// message queue `outbox`.
     pub(crate) fn set_controller_outbox(&self, outbox: Outbox<FromAgent>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = outbox;
     }
@@ -114,11 +114,11 @@ pub(crate) struct OutputPump {
     show: Arc<AtomicBool>,
 }
 
-/// The command that wakes the thread that copies a worker's output, so that the thread checks the
-/// worker's pipes again.
+/// The value for no command to the thread that copies a worker's output, with which the thread only
+/// copies available output.
 const COMMAND_CONTINUE: u8 = 0;
-/// The command by which the thread that copies a worker's output copies what remains in the pipes,
-/// and then reports the last lines.
+/// The command that makes the thread of an ended worker copy all output that is left in the
+/// worker's pipes, and then report the last lines.
 const COMMAND_DRAIN: u8 = 1;
 /// The command by which the thread that copies a worker's output ends.
 const COMMAND_QUIT: u8 = 2;
@@ -178,7 +178,7 @@ impl OutputPump {
         self.send_command(COMMAND_DRAIN);
     }
 
-    /// Sends a command (continue, drain or quit) to the thread that copies the worker's output, and
+    /// Sends a command (drain the pipes or quit) to the thread that copies the worker's output, and
     /// wakes the thread.
     fn send_command(&self, command: u8) {
         self.command.0.store(command, Ordering::Release);
@@ -339,8 +339,8 @@ impl OutputDestinations {
         stream.unfinished.extend_from_slice(rest);
     }
 
-    /// Writes the beginning of a line of the worker's output, `stream.unfinished`, to the rank's
-    /// log, the controller and the list of last lines, as if the line were complete.
+    /// Treats a line of a worker's output without a line end as complete, and writes it to the
+    /// rank's log, the controller and the list of last lines.
     fn write_unfinished_line(&mut self, stream: &mut OutputStream) {
         if !stream.unfinished.is_empty() {
             let rest = std::mem::take(&mut stream.unfinished);

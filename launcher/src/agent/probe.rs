@@ -32,8 +32,8 @@ const MAX_PEER_ADDRESSES: usize = 8;
 /// The largest number of bytes that are read of a greeting, the text that an agent sends to test
 /// connections between hosts.
 const MAX_GREETING_BYTES: u64 = 256;
-/// The time limit for sending the greeting, a text that tests the connection between two hosts, to
-/// one agent that has connected.
+/// The time limit for sending the greeting, a short text for testing connections between hosts, on
+/// one connection that another agent has opened.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
 /// The longest timeout, in milliseconds, of a connection with which `launch check` tests whether
 /// another host is reachable. A longer timeout in a probe is reduced to this value.
@@ -48,8 +48,9 @@ pub(super) struct Prober {
     network: Arc<NetworkProber>,
 }
 
-/// The files that an agent has written and the directories that it searches, by which `launch
-/// check` finds out which hosts share directories. Dropping the state removes the files.
+/// The files that this agent has written so that `launch check` can find shared directories, and
+/// the directories in which it looks for files of other hosts. Dropping the state removes the
+/// files.
 #[derive(Debug, Default)]
 struct NonceFileState {
     /// The directories of [`ProbeRequest::Inspect`] that exist, or their nearest existing parents.
@@ -63,8 +64,8 @@ impl Prober {
         Prober { preflight, state: Arc::default(), network: Arc::default() }
     }
 
-    /// Locks the mutex around the files and directories that the agent remembers between requests
-    /// of `launch check`, even after a thread panicked with the lock.
+    /// Locks the record of the directories and test files of `launch check`, even if a thread has
+    /// panicked while it held the lock.
     fn lock_state(&self) -> MutexGuard<'_, NonceFileState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -127,8 +128,8 @@ impl Prober {
         state.dirs = dirs.to_vec();
     }
 
-    /// Returns, for each inspected directory of this host, those of the random texts `nonces` for
-    /// which another host's file is visible in the directory. The agent of the other host has
+    /// Returns, for each inspected directory of this host, which of the random texts `nonces` occur
+    /// there in names of files that other hosts have written. The agent of the other host has
     /// written such a file.
     fn find_visible_nonces(&self, nonces: &[String]) -> Vec<Vec<String>> {
         let dirs = self.lock_state().dirs.clone();

@@ -145,8 +145,8 @@ pub(super) fn raise_open_file_limit() -> io::Result<OpenFileLimits> {
     Ok((soft, hard))
 }
 
-/// The environment variables that workers inherit from the agent, as differences from the agent's
-/// environment.
+/// The changes by which the environment variables that workers inherit differ from those of the
+/// agent, such as variables that `run.activate` has set.
 #[derive(Clone, Default)]
 pub(super) struct InheritedEnvironment {
     /// The changes by `run.activate`.
@@ -243,8 +243,8 @@ fn use_terminal(command: &mut Command, terminal: &BorrowedTerminal) -> io::Resul
     Ok(())
 }
 
-/// Opens a pipe without a writer, which stands for the output pipe of a worker that writes to a
-/// terminal instead.
+/// Opens a pipe from which reads return the end of the stream at once, for a worker that writes to
+/// a terminal instead of an output pipe.
 fn open_pipe_without_writer(plan: &WorkerPlan) -> diagnostic::Result<OwnedFd> {
     let pipe = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC);
     pipe.map(|(reader, _)| reader).map_err(|error| build_worker_start_error(plan, &error.into()))
@@ -278,8 +278,8 @@ fn build_worker_command(plan: &WorkerPlan, inherited: &InheritedEnvironment) -> 
     command
 }
 
-/// Changes the environment variables of `command`, which runs as a worker or next to it, from those
-/// of the agent to those that workers inherit.
+/// Applies the changes of `run.activate` to the environment of `command`, and removes the variables
+/// of the agent that workers must not inherit.
 fn apply_inherited_environment(command: &mut Command, inherited: &InheritedEnvironment) {
     for (name, value) in inherited.changes.assignments() {
         match value {
@@ -348,8 +348,8 @@ fn prefer_numa_memory(nodes: &NumaNodeMask) {
     unsafe { libc::syscall(libc::SYS_set_mempolicy, libc::MPOL_PREFERRED, nodes.0.as_ptr(), bits) };
 }
 
-/// Converts the I/O error of starting a worker's process to a diagnostic whose code names the
-/// likely reason, such as a missing program.
+/// Builds the error that a worker's process cannot be started, with an error code for the likely
+/// reason, such as a missing program.
 fn build_worker_start_error(plan: &WorkerPlan, error: &io::Error) -> Diagnostic {
     let words = plan.wrapper.iter().chain(plan.command.iter().flatten());
     let program = words.map(String::as_str).next().unwrap_or("launch worker");

@@ -7,8 +7,8 @@ use std::time::Duration;
 /// clock ticks (10 ms on Linux). A process that waits in a poll loop uses less CPU time.
 const MIN_PROGRESS_TICKS: u64 = 2;
 
-/// A counter of the collectives that a worker has entered and completed, and whether the worker is
-/// waiting in one of them.
+/// A number that changes whenever a worker enters or completes a collective, and whether the worker
+/// is waiting in a collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CollectiveActivity {
     /// A number that changes whenever the worker enters or completes a collective.
@@ -61,10 +61,10 @@ impl WorkerProgress {
         used && if builtin { !training } else { !has_pattern }
     }
 
-    /// Records the counter of the collectives that a worker has entered and completed, to detect
-    /// whether the worker makes progress. Returns whether the value has changed, which counts as
-    /// progress. CPU time does not count for such a program, because a rank that waits in a
-    /// collective may use CPU time.
+    /// Records the number `count`, which changes whenever the worker enters or completes a
+    /// collective, to detect whether the worker makes progress. Returns whether the value has
+    /// changed, which counts as progress. CPU time does not count for such a program, because a
+    /// rank that waits in a collective may use CPU time.
     pub(super) fn record_collectives(&mut self, count: u64) -> bool {
         self.collectives.replace(count) != Some(count)
     }
@@ -76,8 +76,8 @@ impl WorkerProgress {
         self.stall_reported.take().is_some()
     }
 
-    /// Decides, after each measurement of the worker's CPU time and collectives, whether the agent
-    /// must report a stall of the worker now. A stall is a time without progress of at least
+    /// Returns the duration of the worker's present stall if it is long enough and was not reported
+    /// yet, and marks the stall as reported. A stall is a time without progress of at least
     /// `timeout`.
     ///
     /// If a stall must be reported now, records the report and returns the duration of the stall in

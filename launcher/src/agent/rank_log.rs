@@ -130,8 +130,8 @@ impl RankLogWriter {
         }
     }
 
-    /// Writes a line to the rank's log with the number of output bytes that were dropped there
-    /// because the disk was full or slow.
+    /// Appends a line to the rank's log that states how many bytes of output were dropped because
+    /// the disk was full or slow.
     pub(crate) fn write_dropped_bytes_notice(&mut self) {
         if self.dropped_bytes > 0 {
             self.queue_log_write(0, self.format_dropped_bytes_notice().into());
@@ -139,8 +139,9 @@ impl RankLogWriter {
         }
     }
 
-    /// Queues `text` for the log thread, which appends it to the rank's log; `size` bytes are
-    /// counted toward the limit of the queue. Returns `false` if the queue has no space for it.
+    /// Queues `text` to be appended to the rank's log by the log thread, which accepts writes until
+    /// the sum of their `size` values reaches a limit. Returns `false` if the queue has no space
+    /// for it.
     fn queue_log_write(&self, size: usize, text: Vec<u8>) -> bool {
         let (log, warn) = (self.log.clone(), self.warn.clone());
         self.thread.queue_write(size, move |retries| {
@@ -149,8 +150,8 @@ impl RankLogWriter {
         })
     }
 
-    /// Formats a line for the log of a rank which states how many bytes of output are missing at
-    /// this place. Returns an empty text if no bytes were dropped.
+    /// Formats a line for the rank's log that states how many bytes of output are missing in front
+    /// of the line. Returns an empty text if no bytes were dropped.
     fn format_dropped_bytes_notice(&self) -> String {
         match self.dropped_bytes {
             0 => String::new(),

@@ -17,8 +17,8 @@ const PY_SPY_TIMEOUT: Duration = Duration::from_secs(2);
 /// The time limit of all runs of py-spy for one worker. The workers of the host are examined at the
 /// same time.
 const TOTAL_TIMEOUT: Duration = Duration::from_secs(6);
-/// The largest number of processes of a worker, of threads of a process, and of frames of a stack
-/// that are written to a worker's log. The others are left out.
+/// The limit on how many processes of a worker, how many threads of each process and how many
+/// frames of each stack are written to the worker's log. The others are left out.
 const MAX_WRITTEN_ITEMS: usize = 64;
 /// The size, in bytes, to which the content of one file in `/proc` about a hanging worker's thread
 /// is truncated.
@@ -137,8 +137,8 @@ impl PySpyFrame {
     }
 }
 
-/// Formats the state, wait channel, system call and kernel stack of every thread of a process as
-/// text.
+/// Returns a text with the state, system call, kernel stack and kernel wait function of every
+/// thread of the process with this pid.
 fn describe_threads(pid: i32) -> String {
     let root = PathBuf::from(format!("/proc/{pid}"));
     let command = read_truncated(&root.join("cmdline")).replace('\0', " ");

@@ -1,5 +1,5 @@
-//! The part of an agent that passes on messages between the controller and the agents below this
-//! one in the tree of agents.
+//! The part of an agent that passes on messages between the controller and those agents that are
+//! connected to the controller through this agent.
 //!
 //! The node runs on a separate thread, so that the agents below do not depend on the agent's event
 //! loop. If the link to the neighbour above ends, the node connects to another agent that the
@@ -27,31 +27,31 @@ use tokio::{
     time::{Instant, sleep_until, timeout},
 };
 
-/// The number of messages that fit into each channel between the tasks of a tree node (the part of
-/// an agent that passes on the messages of other agents).
+/// The capacity, in messages, of each channel between the tasks in which an agent passes on
+/// messages of other agents.
 const CHANNEL_CAPACITY: usize = 64;
-/// How long a new agent waits for the controller's first message, which describes how the agent
-/// reaches the controller in the tree of agents.
+/// How long a new agent waits for the controller's first message, which states through which other
+/// agents the new agent can reach the controller.
 const FIRST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(30);
-/// The fraction of a link's lease (the time limit for silence) without a message of the controller
-/// after which the controller counts as silent. The agents below then have the rest of
+/// The fraction of a link's lease (the longest permitted silence) that may pass without a message
+/// of the controller before the controller counts as silent. The agents below then have the rest of
 /// `run.host_lease` to find another way to the controller.
 const SILENT_CONTROLLER_LEASE_FRACTION: (u32, u32) = (3, 5);
-/// How often an agent whose work is done checks whether other agents still need it to reach the
-/// controller.
+/// The interval at which an agent that is about to exit checks whether other agents still reach the
+/// controller through it.
 const END_CHECK_INTERVAL: Duration = Duration::from_millis(20);
-/// How long an agent whose work is done waits until the next agent toward the controller has
-/// received its last messages.
+/// How long an agent that is about to exit waits until the next agent on the way to the controller
+/// has received the exiting agent's last messages.
 const DELIVERY_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long an agent that has ended its own work continues to pass on the messages of the agents
-/// below it, before it asks them to connect to other agents.
+/// How long an agent that is about to exit still passes on messages of other agents before it asks
+/// these agents to reach the controller in another way.
 const LEAVE_REQUEST_DELAY: Duration = Duration::from_secs(2);
-/// The longest time for which an agent that has ended its own work continues to pass on the
-/// messages of the agents below it in the tree of agents.
+/// The longest time for which an agent that is about to exit still passes on messages for the
+/// agents that reach the controller through it.
 const MAX_LINGER_TIME: Duration = Duration::from_secs(10);
 
-/// The handle of the thread on which an agent passes on messages between the agents below it and
-/// the controller, as a node of the tree of agents.
+/// The handle of the thread in which an agent passes on messages between the controller and the
+/// agents that reach the controller through this agent.
 pub(super) struct TreeNodeHandle {
     /// Dropping the sender asks the node to end.
     end: oneshot::Sender<()>,
@@ -59,8 +59,8 @@ pub(super) struct TreeNodeHandle {
 }
 
 impl TreeNodeHandle {
-    /// Waits, for a limited time, until all messages of the ended agent were passed on and no other
-    /// agent needs this agent to reach the controller.
+    /// Ends the thread that passes on messages for this agent and others, after a limited wait for
+    /// undelivered messages and for agents that still need the thread.
     pub(super) fn finish(self) {
         drop(self.end);
         // A node that has panicked has ended, too.
@@ -68,10 +68,10 @@ impl TreeNodeHandle {
     }
 }
 
-/// Connects this agent with its neighbours in the tree of agents, through which agents reach the
-/// controller, and starts the thread that passes on the messages of the agents below. `input` and
-/// `output` are the agent's standard streams. Returns the control stream to the controller. Blocks
-/// until the agent is connected. Fails if no agent of the tree can be reached.
+/// Connects this agent with the controller, directly or through other agents, and starts the thread
+/// that passes on messages of agents connected through this one. `input` and `output` are the
+/// agent's standard streams. Returns the control stream to the controller. Blocks until the agent
+/// is connected. Fails if no agent of the tree can be reached.
 pub(super) fn join_tree(
     input: OwnedFd,
     output: OwnedFd,
@@ -212,8 +212,8 @@ struct TreeNode {
 }
 
 impl TreeNode {
-    /// Passes on messages between the controller and the agents below, until this agent has ended
-    /// and no other agent depends on it, or the controller is lost.
+    /// Passes on messages of the agents that reach the controller through this one, until this
+    /// agent ends and is no longer needed, or the controller is lost.
     async fn pass_on_until_unneeded(mut self, mut ending: oneshot::Receiver<()>) {
         let lease = Duration::from_millis(self.setup.link_lease_ms);
         let interval = lease / HEARTBEATS_PER_LEASE;
@@ -292,9 +292,10 @@ impl TreeNode {
         self.listener.set_child_count(self.links.list_links_except(self.uplink).len());
     }
 
-    /// Informs the agents that reach the controller through this one whether messages of the
-    /// controller still arrive here. The agent waits. The agents below are asked at each heartbeat
-    /// to connect to another agent. If the controller is suspended, no other one accepts them.
+    /// Informs the agents that reach the controller through this agent whether this agent still
+    /// receives messages of the controller. The agent waits. The agents below are asked at each
+    /// heartbeat to connect to another agent. If the controller is suspended, no other one accepts
+    /// them.
     fn report_controller_silence_below(&mut self, is_silent: bool) {
         if is_silent != self.reports_silence {
             tracing::info!(target: "tree", stream = self.setup.stream, is_silent, "controller");
@@ -308,8 +309,8 @@ impl TreeNode {
         }
     }
 
-    /// Executes the actions that the router of this agent requests, such as passing on messages in
-    /// the tree of agents, until none is left. Handles links that were closed because their queues
+    /// Executes all actions that the message router of this agent has requested, such as sending a
+    /// message to a directly connected agent. Handles links that were closed because their queues
     /// were full.
     fn execute_actions(&mut self) {
         loop {
@@ -322,8 +323,8 @@ impl TreeNode {
         }
     }
 
-    /// Executes one action that the router (the state machine that decides how messages are passed
-    /// on in the tree) requests, such as sending a message to a neighbour.
+    /// Executes one action of this agent's message router, such as sending a message to a directly
+    /// connected agent or delivering bytes to this agent.
     fn execute_action(&mut self, action: RouterAction) {
         match action {
             RouterAction::Send(link, frame) => self.links.send_frame(link, frame),
@@ -353,8 +354,8 @@ impl TreeNode {
         }
     }
 
-    /// Handles a link that this agent has closed: connects to another agent if the link led to the
-    /// controller, or else forgets the agent below.
+    /// Handles the closing of the link to another agent: finds a new way to the controller if the
+    /// link led to it, and otherwise forgets the agent.
     fn handle_closed_link(&mut self, link: LinkId) {
         match self.uplink == Some(link) {
             true => self.on_uplink_lost(),
@@ -420,8 +421,8 @@ impl TreeNode {
         }
     }
 
-    /// Passes bytes that this agent itself has written for the controller, or the number of bytes
-    /// it has read, into the tree of agents.
+    /// Passes an event of this agent's control connection to the message router, such as bytes
+    /// written to the controller or the number of bytes read.
     fn handle_local_event(&mut self, event: LocalStreamEvent) {
         match event {
             LocalStreamEvent::Written(stream, bytes) => self.router.write_to_stream(stream, &bytes),
@@ -478,16 +479,16 @@ impl TreeNode {
         }
     }
 
-    /// Starts the task `attempt`, which connects this agent to another agent of the tree, and
-    /// aborts the previous task for this purpose.
+    /// Starts the task `attempt`, which connects this agent to another agent in order to reach the
+    /// controller, and aborts the task of the previous call.
     fn start_connecting_to_parent(&mut self, attempt: impl Future<Output = ()> + Send + 'static) {
         if let Some(earlier) = self.attempt.replace(tokio::spawn(attempt)) {
             earlier.abort();
         }
     }
 
-    /// Ends the control connection of this agent itself, because no agent of the tree provides a
-    /// way to the controller.
+    /// Ends this agent's control connection, because no other agent can pass on the agent's
+    /// messages to the controller.
     fn end_stream_of_own_agent(&mut self, reason: &str) {
         tracing::info!(target: "tree", stream = self.setup.stream, reason, "lost the controller");
         if let Some(local) = self.local.take() {

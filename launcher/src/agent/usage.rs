@@ -25,8 +25,8 @@ use worker_counters::WorkerUsageMeter;
 
 /// The time between two measurements of the resource usage of a host, its GPUs and its workers.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(2);
-/// The number of measurements of the host's resource usage per reading of its GPUs, whose driver is
-/// slow.
+/// How many times the host's resource usage is measured for each time that its GPUs are read,
+/// because the GPU driver answers slowly.
 const SAMPLES_PER_GPU_READING: u32 = 3;
 
 /// The workers whose resource usage is measured, and the attempt (start of all workers) to which
@@ -46,8 +46,8 @@ pub(super) struct UsageSampler {
 }
 
 impl UsageSampler {
-    /// Starts the thread that measures the resource usage of the host and its workers, and that
-    /// does nothing as long as there are no workers. The thread ends with the process.
+    /// Starts the thread that measures the resource usage of the host and its workers whenever
+    /// there are workers. The thread ends with the process.
     pub(super) fn start() -> io::Result<UsageSampler> {
         let workers: Arc<Mutex<SampledWorkers>> = Arc::default();
         let (sender, measured) = mpsc::channel(1);

@@ -86,8 +86,8 @@ fn kill_all_descendants() {
     }
 }
 
-/// Returns the exit code for the watchdog process, equal to the exit code of its agent, which has
-/// ended with `status`. If a signal killed the agent, sends the same signal to this process
+/// Returns the exit code of the agent, which has ended with `status`, as the exit code with which
+/// the watchdog process ends. If a signal killed the agent, sends the same signal to this process
 /// instead, so that sshd reports the signal.
 fn mirror_agent_exit(status: WaitStatus) -> u8 {
     match status {

@@ -31,9 +31,9 @@ impl BatchHosts {
         Self::from_names(PBS_NODEFILE, text.split_whitespace())
     }
 
-    /// Removes repeated names from a list of hosts, in which PBS and LSF name a host once for each
-    /// process that it may run. Returns `None` if there are no names. Ignores the hosts after the
-    /// first [`MAX_HOSTS`].
+    /// Creates the host list of a PBS or LSF batch job from names among which each host occurs once
+    /// for every process that it may run. Returns `None` if there are no names. Ignores the hosts
+    /// after the first [`MAX_HOSTS`].
     fn from_names<'a>(source: &'static str, names: impl Iterator<Item = &'a str>) -> Option<BatchHosts> {
         let mut seen = std::collections::HashSet::new();
         let hosts: Vec<String> =

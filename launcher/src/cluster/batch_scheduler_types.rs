@@ -48,8 +48,8 @@ pub(crate) enum BatchJobEndReason {
 }
 
 impl BatchJobEndReason {
-    /// Returns the text for this reason, such as `time-limit`, that launch reports in the field
-    /// `reason` of its notice `batch-job-end`.
+    /// Returns the short name of this reason, such as `time-limit`, for the field `reason` of
+    /// launch's notice `batch-job-end`.
     pub(crate) fn name(self) -> &'static str {
         match self {
             BatchJobEndReason::Preemption { .. } => "preemption",

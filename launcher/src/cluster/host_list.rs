@@ -62,8 +62,8 @@ pub(crate) fn resolve_hostfile_text(
     apply_filters(cluster, &parse_hostfile_entries(file, text)?)
 }
 
-/// Applies the filters `cluster.include` and `cluster.exclude` to `named`, the hosts that
-/// `cluster.hosts` names, and returns the remaining hosts.
+/// Returns those of the hosts `named`, which come from `cluster.hosts`, that the filters
+/// `cluster.include` and `cluster.exclude` select.
 fn apply_filters(cluster: &ClusterSpec, named: &[ClusterHost]) -> Result<Vec<ClusterHost>, Vec<Diagnostic>> {
     let names: Vec<(String, HostSlots)> =
         named.iter().map(|h| (h.host.name_with_port(), h.slots.clone())).collect();

@@ -23,8 +23,8 @@ const MAX_LOCAL_AGENTS: usize = 64;
 pub(super) struct LocalCluster;
 
 impl Cluster for LocalCluster {
-    /// Returns `true` for every job, because a job whose hosts come from no other provider runs on
-    /// this machine.
+    /// Returns `true`, because this machine runs every job for which no other provider of hosts is
+    /// responsible.
     fn detect(&self, _job: &JobSpec) -> Result<bool, ClusterError> {
         Ok(true)
     }

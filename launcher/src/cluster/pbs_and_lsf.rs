@@ -17,7 +17,8 @@ use std::path::Path;
 /// The longest id of a batch job of PBS or LSF, in bytes.
 const MAX_JOB_ID_BYTES: usize = 128;
 
-/// Looks up an environment variable.
+/// A function that returns the value of an environment variable, or `None` if the variable is not
+/// set.
 type GetVariable<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 /// The provider of hosts for jobs with `cluster.hosts: pbs` or `cluster.hosts: lsf`.
@@ -71,8 +72,8 @@ impl BatchHostsCluster {
         Ok(resolve_hostfile_text(&job.cluster, Path::new(source), &hosts.join("\n"))?)
     }
 
-    /// Returns the id of the PBS or LSF batch job in which launch runs, with a label for messages.
-    /// Returns `None` outside of one.
+    /// Returns the id of the PBS or LSF batch job in which launch runs, with a text such as `PBS
+    /// job 7` that messages show. Returns `None` outside of one.
     fn identify(&self, get: GetVariable) -> Option<BatchJobRecord> {
         let is_id = |id: &String| id.len() <= MAX_JOB_ID_BYTES && id.bytes().all(|b| b.is_ascii_graphic());
         let job = (self.find_job_id)(get).filter(is_id)?;

@@ -45,8 +45,8 @@ impl AgentConnection {
     }
 }
 
-/// The controller's byte streams to and from an agent that may not have connected yet, and the slot
-/// that passes the agent's TCP connection to them.
+/// The byte streams between the controller and an agent that may not have connected yet, with the
+/// object that attaches the agent's later TCP connection.
 pub(super) struct PendingAgent {
     pub(super) input: PendingAgentWriter,
     pub(super) output: PendingAgentReader,
@@ -55,7 +55,7 @@ pub(super) struct PendingAgent {
 
 impl PendingAgent {
     /// Creates byte streams to and from an agent that has not connected yet, and the slot that
-    /// later passes the agent's connection to these streams.
+    /// attaches the agent's later TCP connection to the streams.
     pub(super) fn new(name: &str) -> PendingAgent {
         let (send_read_half, read_half) = oneshot::channel();
         let (send_write_half, write_half) = oneshot::channel();
@@ -82,17 +82,17 @@ enum AgentArrivalState {
     Closed,
 }
 
-/// The state that all clones of an [`AgentConnectionSlot`] share: whether the agent has connected,
-/// and how many reads returned bytes from it.
+/// Whether the agent has connected, and a counter of successful reads by which node 0 notices that
+/// the agent is alive, shared by all clones of an [`AgentConnectionSlot`].
 struct SharedSlotState {
     state: Mutex<AgentArrivalState>,
     /// The number of reads that returned bytes of the agent.
     received: Arc<AtomicU64>,
 }
 
-/// A slot for one agent's TCP connection, which passes the connection to byte streams that the
-/// controller already uses. [`AgentConnectionSlot::connect`] passes the connection to the streams
-/// of the [`PendingAgent`]. Clones are the same slot.
+/// The object that attaches an agent's TCP connection, once the agent connects, to byte streams
+/// that the controller already uses for the agent. [`AgentConnectionSlot::connect`] passes the
+/// connection to the streams of the [`PendingAgent`]. Clones are the same slot.
 #[derive(Clone)]
 pub(super) struct AgentConnectionSlot {
     pub(super) name: String,
@@ -133,8 +133,8 @@ impl AgentConnectionSlot {
         matches!(*self.lock_state(), AgentArrivalState::Connected(_))
     }
 
-    /// Returns how many reads from the agent's connection have returned bytes so far, by which node
-    /// 0 notices that the agent is alive.
+    /// Returns how many reads from the agent's connection have returned bytes so far, because a
+    /// growing number proves to node 0 that the agent is alive.
     pub(super) fn count_reads(&self) -> u64 {
         self.shared.received.load(Ordering::Relaxed)
     }

@@ -26,8 +26,8 @@ pub(crate) trait Cluster: Sync {
         warnings: &mut Vec<Diagnostic>,
     ) -> Result<Vec<HostTarget>, ClusterError>;
 
-    /// Creates the transport (such as SSH) that starts agents on the hosts of a job that come from
-    /// this provider.
+    /// Creates the transport, such as SSH or `srun`, by which launch starts agents on the hosts of
+    /// the job.
     fn transport(&self, job: &JobSpec) -> Result<Box<dyn Transport>, ClusterError>;
 
     /// Returns the number of file descriptors that the controller of a job needs for its
@@ -36,8 +36,8 @@ pub(crate) trait Cluster: Sync {
         DESCRIPTORS_PER_CONNECTION * hosts as u64
     }
 
-    /// Returns how `launch check` checks the hosts of this provider, for example under which names
-    /// it reports the stages of a connection.
+    /// Returns the settings with which `launch check` checks this provider's hosts, such as the
+    /// names under which it prints the stages of a connection.
     fn check_settings(&self) -> ClusterCheckSettings {
         ClusterCheckSettings { stages: &[(ConnectionStage::Agent, "agent")], declares_slots: false }
     }
@@ -81,8 +81,8 @@ pub(crate) trait Cluster: Sync {
         None
     }
 
-    /// Returns whether a SIGTERM to this process means that the batch system is about to end the
-    /// job.
+    /// Returns whether launch runs in a part of a batch job, such as a Slurm step, where a SIGTERM
+    /// to launch announces the end of the job.
     fn sigterm_announces_end(&self) -> bool {
         false
     }
@@ -111,8 +111,8 @@ pub(crate) trait Cluster: Sync {
     }
 }
 
-/// The settings by which `launch check` checks the hosts of a provider: the names of its connection
-/// checks, and whether slots (places for workers) are checked.
+/// The names that `launch check` prints for the stages of a connection to a provider's hosts, and
+/// whether the hosts' slots (places for workers) are compared with their GPUs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ClusterCheckSettings {
     /// The stages of the connection to a host, from the first to the last, each with the name of
@@ -133,8 +133,8 @@ pub(crate) enum ClusterError {
 }
 
 impl ClusterError {
-    /// Converts the error to one diagnostic; the function `combine` merges several mistakes in a
-    /// job file into one diagnostic.
+    /// Converts the error to one diagnostic, and calls `combine` to merge the mistakes if the error
+    /// contains several mistakes in a job file.
     pub(crate) fn into_diagnostic(self, combine: impl FnOnce(Vec<Diagnostic>) -> Diagnostic) -> Diagnostic {
         match self {
             ClusterError::Job(mistakes) => combine(mistakes),

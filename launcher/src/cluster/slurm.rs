@@ -156,11 +156,11 @@ fn require_allocation() -> Result<SlurmAllocation, ClusterError> {
     })
 }
 
-/// Returns the Slurm allocation in which launch runs, and asks Slurm for the nodes' numbers of GPUs
-/// if the environment variables lack needed ones. If the variables do not state the number of GPUs
-/// of each node, and the job may use GPUs or a step must request them, asks Slurm for the numbers.
-/// Fails outside of Slurm, or if a step must request GPUs whose number Slurm does not state.
-/// Otherwise, if Slurm does not answer, assumes the numbers of GPUs and appends a warning to
+/// Returns the Slurm allocation in which launch runs, with GPU counts from Slurm's controller if
+/// the job needs them and environment variables lack them. If the variables do not state the number
+/// of GPUs of each node, and the job may use GPUs or a step must request them, asks Slurm for the
+/// numbers. Fails outside of Slurm, or if a step must request GPUs whose number Slurm does not
+/// state. Otherwise, if Slurm does not answer, assumes the numbers of GPUs and appends a warning to
 /// `warnings`.
 fn find_allocation_with_gpus(
     job: &JobSpec,
@@ -178,7 +178,8 @@ fn find_allocation_with_gpus(
     Ok(allocation)
 }
 
-/// Returns whether the workers of the job use GPUs if Slurm has allocated GPUs on its nodes.
+/// Returns whether the job's workers may use the GPUs of a Slurm allocation, judging by
+/// `cluster.devices` and whether the workers run a program.
 fn may_use_gpus(job: &JobSpec) -> bool {
     match job.cluster.devices {
         DeviceSelection::Auto => job.run.command.is_some(),

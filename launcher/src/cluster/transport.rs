@@ -25,28 +25,29 @@ pub(crate) const DESCRIPTORS_PER_CONNECTION: u64 = 6;
 
 /// The way in which the agents of a job are started on its hosts, such as over SSH or with `srun`.
 pub(crate) trait Transport {
-    /// Starts one agent on each of `hosts`, which are names of hosts of the job, without waiting
-    /// for the agents.
+    /// Begins to start one agent on each of the named hosts of the job, and returns immediately,
+    /// before the agents run.
     ///
     /// Returns one result for each host, in the order of `hosts`, and does not wait until the
     /// agents run. Only the hello of an agent proves that it runs. If an agent on another host ends
     /// without a hello, [`RemoteAgentConnection::failure`] returns the reason.
     fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>>;
 
-    /// Returns the time limits for an agent's first message and for the reuse of a lost host, and
-    /// how often an agent may return.
+    /// Returns the time limits for an agent's first message and for avoiding a lost host, and the
+    /// number of retries after a host is lost.
     fn arrival_limits(&self) -> ArrivalLimits {
         ArrivalLimits::default()
     }
 
-    /// Informs the transport of the addresses of all hosts of the job, after the list of hosts has
-    /// changed during the run. `_hosts` holds all hosts of the new list. Hosts that are not in the
-    /// list keep their addresses. A transport that finds hosts without addresses ignores the call.
+    /// Informs the transport that the job's host list has changed during the run, and passes the
+    /// addresses of all hosts in the new list. `_hosts` holds all hosts of the new list. Hosts that
+    /// are not in the list keep their addresses. A transport that finds hosts without addresses
+    /// ignores the call.
     fn update_hosts(&mut self, _hosts: &[HostAddress]) {}
 
-    /// Informs the transport of the names of the hosts of a run that this process takes over. The
-    /// environment of this process may describe only some of them. A transport that finds hosts by
-    /// the job ignores the call.
+    /// Informs the transport, when this controller takes over a run of a lost controller, of the
+    /// names of the hosts in that run. The environment of this process may describe only some of
+    /// them. A transport that finds hosts by the job ignores the call.
     fn add_adopted_hosts(&mut self, _names: &[String]) {}
 
     /// Returns how many file descriptors the controller needs for its connections with the agents
@@ -76,8 +77,8 @@ pub(crate) trait Transport {
     fn record_child_exit(&mut self, _pid: u32, _status: ExitStatus) {}
 }
 
-/// The time limits for an agent's first message and for the reuse of a lost host, and how often an
-/// agent may return.
+/// The limits for agents that are slow or lost: the time until the first message, the time for
+/// which a lost host is avoided, and the number of retries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ArrivalLimits {
     /// The time limit from the request for an agent to its hello, which is its first message.
@@ -92,8 +93,8 @@ pub(crate) struct ArrivalLimits {
 }
 
 impl Default for ArrivalLimits {
-    /// Returns the limits for the usual case that launch itself starts the agents, for example over
-    /// SSH.
+    /// Returns the limits for agents that launch starts itself, for example over SSH, rather than
+    /// agents that the user starts on each node.
     fn default() -> ArrivalLimits {
         ArrivalLimits {
             hello_timeout: HELLO_TIMEOUT,
@@ -120,8 +121,8 @@ pub(crate) struct AgentProcess {
     pub(crate) start_steps: Option<mpsc::Receiver<AgentStartStep>>,
 }
 
-/// A step of starting an agent, such as copying the executable, that changes how long the
-/// controller waits for the agent.
+/// A progress report during the start of an agent, such as "executable copied", after which the
+/// controller adjusts its time limit for the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AgentStartStep {
     /// The start waits for its turn, because too many other agents are being started. The wait has
@@ -134,8 +135,8 @@ pub(crate) enum AgentStartStep {
     Copying(Duration),
 }
 
-/// How the controller refers to an agent that was started: by the pid of a child process, or by a
-/// connection to another host.
+/// The means by which the controller kills or releases a started agent: the pid of a local process,
+/// or the connection to another host.
 pub(crate) enum AgentHandle {
     /// The pid of a child process. The controller reaps it and the orphans that it leaves.
     Child(u32),
@@ -160,8 +161,8 @@ pub(crate) trait RemoteAgentConnection: Send + fmt::Debug {
     /// final.
     fn exit_status(&self) -> Option<ExitStatus>;
 
-    /// Returns the newest stage, such as authentication, that the connection to the agent's host
-    /// has reached, or the stage that failed.
+    /// Returns the stage of the connection to the agent's host, such as authentication, that was
+    /// reached last or has failed.
     fn stage(&self) -> ConnectionStage {
         ConnectionStage::Agent
     }
@@ -178,15 +179,16 @@ pub(crate) trait RemoteAgentConnection: Send + fmt::Debug {
         None
     }
 
-    /// Returns the route of the connection through the tree of agents, in which agents pass on each
-    /// other's messages. Returns `None` if there is no tree.
+    /// Returns which agents forward the messages between the controller and this agent, if the job
+    /// uses a tree of agents. Returns `None` if there is no tree.
     fn tree_route(&self) -> Option<TreeRoute> {
         None
     }
 }
 
-/// The route of an agent's control connection through the tree of agents, given by the agent and
-/// the first agent on the route. Agents are identified by the numbers of their streams.
+/// The two ends of the path that an agent's messages take through other agents: the agent, and the
+/// agent that is connected to the controller directly. Agents are identified by the numbers of
+/// their streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TreeRoute {
     /// The agent at the end of the connection.

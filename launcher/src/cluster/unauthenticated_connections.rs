@@ -32,8 +32,8 @@ impl UnauthenticatedConnections {
         }
     }
 
-    /// Makes space for a new unauthenticated connection from the address `peer`, by closing another
-    /// unauthenticated connection if there are too many. Returns the address of the closed
+    /// Closes the oldest unauthenticated connection from one address if a new connection from
+    /// `peer` would exceed the limit per address or in total. Returns the address of the closed
     /// connection.
     pub(super) fn close_one_if_full(&mut self, peer: IpAddr) -> Option<IpAddr> {
         self.connections.retain(|(_, task)| !task.is_finished());

@@ -83,7 +83,8 @@ fn load_job(request: &JobLoadRequest) -> diagnostic::Result<LoadedJob> {
     Ok(loaded)
 }
 
-/// Returns the exit code of `launch check` if a check of the report failed, and `None` otherwise.
+/// Returns the exit code for a failed `launch check` if any check in the report failed, and `None`
+/// otherwise.
 fn find_failure_exit_code(report: &CheckReport) -> Option<u8> {
     report.has_failed().then_some(exit::CLUSTER)
 }
@@ -133,8 +134,9 @@ fn check_hosts(request: &JobLoadRequest, network: bool) -> diagnostic::Result<Ch
     })
 }
 
-/// Collects the absolute paths of the directories that the agents inspect: working, log and
-/// checkpoint directory. For built-in training on GPUs, adds `cluster.cuda_library_paths`.
+/// Collects what the agents of `launch check` inspect on their hosts: the working, log and
+/// checkpoint directories, the CUDA library paths, and the ports. For built-in training on GPUs,
+/// adds `cluster.cuda_library_paths`.
 fn collect_probe_targets(job: &JobSpec) -> probe::ProbeTargets {
     let workdir = &job.run.workdir;
     let logs = workdir.join(job.run.logs.dir.replace("{name}", &job.name));

@@ -12,8 +12,8 @@ use std::{
     sync::Arc,
 };
 
-/// The runs that `launch serve` shows, which are the user's runs and the run directories that the
-/// command line names.
+/// The runs that `launch serve` shows: all runs of the user, and the runs whose directories are
+/// given on the command line.
 #[derive(Debug)]
 struct DashboardRuns {
     /// The directory whose `runs` directory is searched for runs.

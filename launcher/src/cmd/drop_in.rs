@@ -52,7 +52,8 @@ pub(crate) const DEEPSPEED_HELP: &str = "The options after the name of the comma
     come before the name: `launch --json deepspeed …`. An option that launch cannot honour is an error.\n`deepspeed --help` of the original program describes the options; \
     docs/cli.md#drop-in-commands lists the differences.";
 
-/// The directory of the files with process IDs that `deepspeed --save_pid` writes.
+/// The directory in which launch creates the process ID file for `deepspeed --save_pid`, as
+/// DeepSpeed does.
 const PID_FILE_DIRECTORY: &str = "/tmp";
 /// The name of the file with environment variables for workers that `deepspeed` reads, unless
 /// `DS_ENV_FILE` names another one.
@@ -74,8 +75,8 @@ pub(crate) struct DropInArgs {
     arguments: Vec<OsString>,
 }
 
-/// Runs `args`, a command line of another launcher: as a job of launch, or with the original
-/// program if the command line starts no job. Returns the exit code.
+/// Runs the command line `args` of another launcher, such as torchrun, as a job of launch, or runs
+/// the original program if no job is requested. Returns the exit code.
 pub(crate) fn run(
     launcher: OtherLauncher,
     args: DropInArgs,
@@ -111,8 +112,8 @@ pub(crate) fn run(
     code
 }
 
-/// Converts the number of nodes, node rank and rendezvous on another launcher's command line to the
-/// options of `launch run`.
+/// Converts the `--nnodes`, `--node-rank` and rendezvous settings of another launcher's command
+/// line to the corresponding options of `launch run`.
 fn convert_nodes_to_args(nodes: Option<ImportedNodes>) -> NodeArgs {
     nodes.map_or_else(NodeArgs::default, |nodes| NodeArgs {
         nodes: Some(nodes.count),
@@ -122,8 +123,8 @@ fn convert_nodes_to_args(nodes: Option<ImportedNodes>) -> NodeArgs {
     })
 }
 
-/// Returns the part of another launcher's command line that describes a job, such as the words
-/// after `accelerate launch`. Returns `None` if the original program has to run the command line.
+/// Returns the part of another launcher's command line that starts a job, such as the words after
+/// `launch` for accelerate. Returns `None` if the original program has to run the command line.
 fn select_job_arguments(launcher: OtherLauncher, arguments: &[OsString]) -> Option<&[OsString]> {
     match launcher {
         OtherLauncher::Accelerate => match arguments.first().and_then(|first| first.to_str()) {
@@ -158,8 +159,8 @@ fn read_environment_variables() -> BTreeMap<String, String> {
     std::env::vars_os().filter_map(text).collect()
 }
 
-/// Collects the properties of this machine, such as accelerators and environment variables, that
-/// the conversion of another launcher's command line needs.
+/// Collects what the conversion of another launcher's command line needs to know about this
+/// machine, such as its accelerators and environment variables.
 fn build_drop_in_context<'a>(
     inventory: &HostInventory,
     variables: &'a BTreeMap<String, String>,

@@ -15,7 +15,8 @@ use tokio::{
     net::{UnixStream, unix::OwnedWriteHalf},
 };
 
-/// The value that shells add to the number of a signal that ended a command.
+/// The number that is added to a signal's number to get the exit code of a command that was ended
+/// by the signal, as in shells.
 const SIGNAL_EXIT_CODE_OFFSET: u8 = 128;
 
 /// Arguments of `launch exec`.
@@ -93,7 +94,7 @@ fn build_connection_closed_error(run: &str) -> Diagnostic {
     Diagnostic::error(command::EXEC_INTERRUPTED, message).with_subject(run).with_remedy()
 }
 
-/// The reason why `launch exec` did not receive the final reply to its request.
+/// The reason why `launch exec` did not receive the exit status of its command from the controller.
 enum ExecError {
     /// The request is too large.
     Request(FrameError),

@@ -40,7 +40,8 @@ impl JobArgs {
     }
 }
 
-/// A request to load a job: the job file or the text of the job, and overrides of keys (`--set`).
+/// A request to load a job, which contains the path of the job file or the job's text, and the
+/// overrides of keys from `--set`.
 #[derive(Debug)]
 pub(crate) struct JobLoadRequest {
     /// The file or text from which the job is read.
@@ -49,8 +50,8 @@ pub(crate) struct JobLoadRequest {
     pub(crate) set: Vec<String>,
 }
 
-/// A job that passed all checks on this machine, with its plan and everything else that the
-/// controller needs to run it.
+/// A job that has passed all checks on this machine and is ready to run, with its plan, its hosts
+/// and this machine's hardware inventory.
 #[derive(Debug)]
 pub(crate) struct PreparedJob {
     pub(crate) job: JobSpec,
@@ -69,8 +70,8 @@ pub(crate) struct PreparedJob {
     pub(crate) warnings: Vec<Diagnostic>,
 }
 
-/// A loaded job with its source text, from which errors found later get the line and column of the
-/// wrong key.
+/// A loaded job together with its source text, in which later errors about a key of the job find
+/// the line and column of this key.
 pub(super) struct LoadedJob {
     pub(super) job: JobSpec,
     file: String,
@@ -94,8 +95,8 @@ impl LoadedJob {
         invalid_job_error(&self.file, self.add_mistake_locations(mistakes))
     }
 
-    /// Converts the error of determining the hosts of the job (from a hostfile, Slurm or other
-    /// source) to a diagnostic.
+    /// Converts an error that occurred while the hosts of the job were determined, for example from
+    /// a hostfile, to a diagnostic.
     pub(super) fn convert_cluster_error(&self, error: ClusterError) -> Diagnostic {
         error.into_diagnostic(|mistakes| self.create_invalid_job_error(mistakes))
     }
@@ -170,17 +171,17 @@ pub(super) fn discover_inventory() -> diagnostic::Result<HostInventory> {
     })
 }
 
-/// Describes the host `target` for a plan that is made before the hosts' agents run and report
-/// their hardware. At that time, only the inventory of this machine is known, so the inventory of
-/// any other host is empty.
+/// Describes the host `target` for the planner before any agent runs, with the hardware inventory
+/// for this machine and without one for other hosts. At that time, only the inventory of this
+/// machine is known, so the inventory of any other host is empty.
 pub(super) fn build_planning_host(target: &HostTarget, local: &HostInventory) -> JobHost {
     let inventory = if target.local { local.clone() } else { HostInventory::unknown(&target.name) };
     let (name, selected_slots) = (target.name.clone(), target.selected_slots.clone());
     JobHost { name, slots: target.slots, selected_slots, local: target.local, inventory }
 }
 
-/// Returns an error for each of the keys `cluster.use_hosts` and `run.min_hosts` that requires more
-/// hosts than there are.
+/// Returns an error for each of the keys `cluster.use_hosts` and `run.min_hosts` whose value
+/// exceeds the number of available hosts.
 fn check_host_counts(job: &JobSpec, hosts: usize) -> Vec<Diagnostic> {
     let used = job.cluster.use_hosts.map_or(hosts, |n| n as usize);
     let min_hosts = if let MinHosts::AtLeast(n) = job.run.min_hosts { n as usize } else { 0 };

@@ -55,7 +55,8 @@ pub(crate) struct LogsArgs {
     raw: bool,
 }
 
-/// The number of ranks that `--rank` can name: each rank must be less than this number.
+/// The number above all ranks that `--rank` of `launch logs` accepts, which limits the size of a
+/// range of ranks.
 const MAX_RANK_COUNT: u32 = 1 << 20;
 
 /// Parses one rank, such as `3`, or a range of ranks, such as `0-3`. Returns the ranks in ascending
@@ -101,9 +102,9 @@ struct LogViewer<'a> {
 }
 
 impl<'a> LogViewer<'a> {
-    /// Creates a viewer for the log files of a run, with the rank and text filters of the command
-    /// line. Fails if the pattern of `--grep` is invalid, or if the run does not have a rank of
-    /// `--rank`.
+    /// Creates the state of `launch logs` for the log files of a run, with the ranks and the search
+    /// pattern from the command line. Fails if the pattern of `--grep` is invalid, or if the run
+    /// does not have a rank of `--rank`.
     fn new(run: &'a Run, args: &LogsArgs) -> diagnostic::Result<Self> {
         let pattern = args.grep.as_deref().map(Regex::new).transpose();
         let pattern = pattern.map_err(|e| {

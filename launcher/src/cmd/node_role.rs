@@ -1,5 +1,5 @@
-//! [`NodeRole`]: the role of this process, which is to run a job alone, to control nodes that join,
-//! or to join node 0. The options and the environment variables of the process decide.
+//! [`NodeRole`]: whether this process runs a job alone, controls the job as node 0, or joins node 0
+//! as another node. The options and the environment variables of the process decide.
 use super::job_preparation::{JobLoadRequest, LoadedJob};
 use crate::cluster::{NodeEnvironment, detect_node_environment, find_host_provider, is_own_address};
 use clap::Args;
@@ -37,8 +37,8 @@ pub(crate) struct NodeArgs {
 }
 
 impl NodeArgs {
-    /// Returns the name of one of the node options, such as `--nodes`, that the user gave, or
-    /// `None` if none was given.
+    /// Returns the first node option on the command line, such as `--nodes` or `--node-rank`, or
+    /// `None` if there is no node option.
     fn find_given_node_option(&self) -> Option<&'static str> {
         let given = [
             (self.nodes.is_some(), "--nodes"),
@@ -51,8 +51,8 @@ impl NodeArgs {
     }
 }
 
-/// The role of this process, which runs a job alone, controls the nodes that join, or joins the run
-/// of node 0.
+/// Whether this process runs a job alone, controls the job as node 0 for nodes that join, or joins
+/// the run of node 0.
 #[derive(Debug)]
 pub(super) enum NodeRole {
     /// This process controls the job, on the hosts that the job names.
@@ -76,9 +76,9 @@ pub(super) enum NodeRole {
     },
 }
 
-/// Chooses whether this process runs the requested job alone, controls the nodes that join its run,
-/// or is itself a node that joins the run of node 0. Fails if this process is one node of several,
-/// but cannot join the others.
+/// Decides from the node options, the environment and the job whether this process runs the job
+/// alone, is node 0, or joins node 0. Fails if this process is one node of several, but cannot join
+/// the others.
 pub(super) fn choose_role(args: &NodeArgs, request: JobLoadRequest) -> diagnostic::Result<NodeRole> {
     let option = args.find_given_node_option();
     let loaded = LoadedJob::load(&request)?;
@@ -187,8 +187,8 @@ impl NodeSettings {
         Ok(NodeSettings { nodes, node_rank, rendezvous, key_file })
     }
 
-    /// Decides whether this process is node 0 or joins node 0, and adds the node settings as
-    /// overrides to the request for the job.
+    /// Decides whether this process is node 0 or joins node 0, and sets the `cluster.join` keys of
+    /// the job request to the node settings.
     fn into_role(self, mut request: JobLoadRequest) -> diagnostic::Result<NodeRole> {
         let NodeSettings { nodes, node_rank, rendezvous, key_file } = self;
         let mut set = |key: &str, value: String| request.set.push(format!("{key}={value}"));

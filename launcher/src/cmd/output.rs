@@ -72,7 +72,8 @@ pub(crate) fn print_file_text(text: &str) -> diagnostic::Result<u8> {
     convert_write_result(command_output::write_file_text(text))
 }
 
-/// Converts the result of a write to stdout to the exit code 0 or the error to report.
+/// Returns the exit code 0 after a successful write to stdout, and the error to report after a
+/// failed write.
 fn convert_write_result(result: io::Result<()>) -> diagnostic::Result<u8> {
     result.map_err(|error| output_error(&error))?;
     Ok(protocol::exit::DONE)

@@ -73,7 +73,8 @@ fn print_plan(prepared: &PreparedJob, context: &CommandContext, with_job: bool) 
     output::print_text(&text)
 }
 
-/// Formats the ranks that a job key selects as text: `all ranks`, `rank 3`, `ranks 0,3-5`.
+/// Formats a set of ranks that a key of the job selects as text, such as `all ranks`, `rank 3` or
+/// `ranks 0,3-5`.
 fn format_rank_selection(ranks: &RankSelection) -> String {
     match ranks {
         RankSelection::All => "all ranks".to_owned(),
@@ -217,9 +218,8 @@ pub(crate) fn render_text(p: &PreparedJob) -> String {
     text
 }
 
-/// Computes what memory copies of the training state (`checkpoint.memory`) cost in host memory,
-/// network traffic and time, or returns `None` without such copies. Measures the memory of this
-/// machine.
+/// Computes the host memory, network traffic and time that `checkpoint.memory` costs, which keeps
+/// copies of the training state in the memory of hosts. Measures the memory of this machine.
 fn compute_memory_copy_cost(p: &PreparedJob) -> Option<(MemoryCopyCost, MemoryCopyTime)> {
     let workers: Vec<usize> = p.plan.host_plans.iter().map(|plan| plan.workers.len()).collect();
     let state_bytes = &p.preflight.as_ref()?.state_bytes;
@@ -251,8 +251,8 @@ fn collect_device_names(p: &PreparedJob) -> Vec<String> {
     p.hosts.iter().zip(&p.plan.host_plans).flat_map(host_devices).collect()
 }
 
-/// Returns how the agents detect hangs, or `None` if they do not. The value is the same on all
-/// hosts.
+/// Returns the hang detection settings of the agents, or `None` if the agents do not detect hangs.
+/// The value is the same on all hosts.
 fn find_hang_detection(p: &PreparedJob) -> Option<HangDetection> {
     p.plan.host_plans.first().and_then(|plan| plan.hang_detection)
 }
@@ -315,7 +315,7 @@ fn format_environment(p: &PreparedJob) -> String {
     text
 }
 
-/// Returns the environment variables of a worker, completed by `MASTER_ADDR` and `MASTER_PORT`.
+/// Returns the environment variables of a worker, with `MASTER_ADDR` and `MASTER_PORT` added.
 fn add_master_variables(p: &PreparedJob, worker: &WorkerPlan) -> Vec<(String, String)> {
     let mut env = worker.env.clone();
     p.plan.insert_rendezvous(&mut env);

@@ -117,7 +117,8 @@ fn format_age(seconds: f64) -> String {
     }
 }
 
-/// Finds the run that a command-line argument names.
+/// Finds the run that a command-line argument selects by run directory, run ID or name, and fails
+/// unless exactly one run matches.
 ///
 /// A `name` with a `/` is the path of a run directory. Any other `name`, or `None`, and the
 /// `filter` are passed to [`runs::select_run`]. Fails if not exactly one run matches. If several

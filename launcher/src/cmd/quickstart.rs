@@ -15,14 +15,14 @@ use std::{
 
 /// The text of the example job in the repository, which trains on the files of the repository.
 const EXAMPLE_JOB_TEXT: &str = include_str!("../../../configs/quickstart.yaml");
-/// The first line of the example job that `launch quickstart` copies, which follows the comments at
-/// the beginning.
+/// The line of the example job from which on `launch quickstart` copies the job, without the
+/// comments before this line.
 const FIRST_JOB_KEY: &str = "name: quickstart\n";
-/// The start of the example job's line with the training files, which `launch quickstart` replaces
-/// by a line with its text file.
+/// The start of the line in the example job that lists the training files, which `launch
+/// quickstart` replaces by a line with its own text file.
 const FILES_LINE_PREFIX: &str = "    files: ";
-/// The start of the example job's line with the held-out share, which `launch quickstart` replaces
-/// by a line with a larger share.
+/// The start of the line in the example job that sets the share of held-out text, which `launch
+/// quickstart` replaces by a larger share.
 const HELD_OUT_LINE_PREFIX: &str = "    held_out: ";
 /// The name of the job file that `launch quickstart` writes.
 const JOB_FILE: &str = "job.yaml";
@@ -92,7 +92,7 @@ fn build_file_exists_error(path: &Path) -> Diagnostic {
         .with_help("name another directory: `launch quickstart DIR`")
 }
 
-/// Returns the text of the job file of `launch quickstart`: the example of the repository, changed
+/// Returns the text of the job file that `launch quickstart` writes: launch's example job, changed
 /// to train on [`TEXT_FILE`].
 fn build_job_text() -> String {
     let start = EXAMPLE_JOB_TEXT.find(FIRST_JOB_KEY).unwrap_or(0);
@@ -109,8 +109,8 @@ fn build_job_text() -> String {
     format!("{JOB_FILE_HEADER}{}", lines.collect::<String>())
 }
 
-/// Returns the training text of `launch quickstart`: one record with the explanation of each
-/// diagnostic code of launch.
+/// Returns the training text for `launch quickstart`, in which each record is the explanation of
+/// one diagnostic code of launch.
 fn build_training_text() -> String {
     let record = |code| {
         let text = format!("{}\n", diagnostic::render_code_entry(code).trim());

@@ -35,8 +35,8 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// The function that the controller calls to prepare the checkpoint from which the program of a job
-/// resumes (`resume.from`).
+/// The function by which the controller finds the checkpoint for `resume.from` and adapts this
+/// checkpoint to the world size of the job.
 pub(super) const PREPARE_PROGRAM_RESUME_FN: controller::ResumePreparer =
     super::ckpt::program_resume::prepare_program_resume;
 
@@ -172,8 +172,8 @@ fn build_detach_error() -> Diagnostic {
         .with_help("start launch in the background of each node, for example with `nohup`")
 }
 
-/// Returns a request to load the job file or, without a job file, a job that runs the program of
-/// the command line.
+/// Returns a request to load the given job file or, without a job file, a job that runs the program
+/// on the command line.
 fn build_job_load_request(args: &RunArgs) -> diagnostic::Result<JobLoadRequest> {
     let mut set = args.set.clone();
     set.extend(args.pdb.then(|| "run.terminal=0".to_owned()));
@@ -188,8 +188,8 @@ fn build_job_load_request(args: &RunArgs) -> diagnostic::Result<JobLoadRequest> 
     Ok(JobLoadRequest { source: build_program_job(&words, &choose_worker_count(args)), set })
 }
 
-/// Returns the number of workers per host from `--workers`, from the environment variable
-/// `PET_NPROC_PER_NODE`, or 1 as the default.
+/// Returns the number of workers per host: the value of `--workers`, otherwise of the environment
+/// variable `PET_NPROC_PER_NODE`, and otherwise 1.
 fn choose_worker_count(args: &RunArgs) -> WorkerCount {
     let Some(workers) = args.workers else {
         let value = std::env::var(env::PET_NPROC_PER_NODE).unwrap_or_default();
@@ -429,13 +429,14 @@ fn run_controller(
     Ok(controller::run_job(request, options))
 }
 
-/// Returns the source of the job's list of hosts, such as a hostfile, Slurm, or the nodes that
-/// join.
+/// Returns the provider of the hosts of a job, such as a hostfile, Slurm, or nodes on which the
+/// user starts launch.
 pub(super) fn find_cluster(job: &JobSpec) -> diagnostic::Result<&'static dyn Cluster> {
     cluster::find_host_provider(job).map_err(build_hosts_error)
 }
 
-/// Converts an error of determining the hosts of a job to a diagnostic.
+/// Converts an error about finding the hosts of a job, such as an unreadable hostfile, to a
+/// diagnostic for the user.
 pub(super) fn build_hosts_error(error: ClusterError) -> Diagnostic {
     error.into_diagnostic(|mistakes| {
         output::invalid_job_error("the list of hosts", mistakes).with_category(Category::Cluster)
@@ -455,8 +456,9 @@ fn draw_random_bits() -> u16 {
     RandomState::new().hash_one(std::process::id()) as u16
 }
 
-/// Prints, as JSON lines, the journal events of a detached run that ended before its workers ran.
-/// If the controller did not record its end, prints that it ended with `exit_code`.
+/// Prints the events that a detached run recorded in its journal as JSON lines, after the run has
+/// ended before any worker ran. If the controller did not record its end, prints that it ended with
+/// `exit_code`.
 fn print_recorded_events(run_dir: &Path, exit_code: u8, elapsed: Duration, format: OutputFormat) {
     let journal = fs::read_to_string(run_dir.join("events.jsonl")).unwrap_or_default();
     let events: Vec<Event> = journal.lines().filter_map(|line| Event::from_json(line).ok()).collect();

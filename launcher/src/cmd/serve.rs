@@ -1,4 +1,5 @@
-//! `launch serve`: serves a page that shows runs, and their metrics.
+//! `launch serve`: runs a web server with a page that shows the user's runs, and with the metrics
+//! of these runs for Prometheus.
 use super::{
     context::CommandContext, dashboard_runs::create_dashboard, output::output_error, ps::resolve_run,
 };

@@ -64,8 +64,8 @@ fn create_links(executable: &Path, dir: &Path, names: &[&str]) -> diagnostic::Re
     Ok(links)
 }
 
-/// Returns whether `launch shims` may create a link at `link`: nothing exists there, or a symbolic
-/// link to a file with the name of `executable`.
+/// Returns whether nothing exists at the path `link`, or only a symbolic link to a file named like
+/// `executable`, which may be replaced.
 fn may_create_link(link: &Path, executable: &Path) -> bool {
     match fs::symlink_metadata(link) {
         Err(error) => error.kind() == io::ErrorKind::NotFound,

@@ -9,8 +9,8 @@ use diagnostic::{Diagnostic, codes::command};
 use nix::sys::signal::Signal;
 use std::time::{Duration, Instant};
 
-/// The interval at which `launch stop` checks its time limit while it waits for the controller to
-/// end.
+/// The interval at which `launch stop` checks whether its time limit for the end of the controller
+/// has passed.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Arguments of `launch stop`.

@@ -1,11 +1,11 @@
-//! [`check_terminal`]: checks that the rank that `run.terminal` names can use the terminal of this
-//! process.
+//! [`check_terminal`]: checks that one rank, which `run.terminal` selects, can use the terminal of
+//! this process for input and output.
 use crate::{cluster::HostTarget, plan::Plan, report::command_output};
 use diagnostic::{Diagnostic, codes::host, quantity::format_count};
 use jobspec::JobSpec;
 
-/// Checks that this process has a terminal and that the rank that `run.terminal` names runs on this
-/// machine. `is_detached` states whether this process is a controller in the background.
+/// Checks that this process has a terminal and that the rank that `run.terminal` selects will run
+/// on this machine. `is_detached` states whether this process is a controller in the background.
 pub(super) fn check_terminal(
     job: &JobSpec,
     plan: &Plan,

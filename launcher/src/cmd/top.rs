@@ -10,8 +10,8 @@ use dashboard::{Dashboard, RunSnapshot};
 use diagnostic::{Diagnostic, codes::command};
 use std::{io, sync::Arc, time::Duration};
 
-/// The longest time for which one refresh of `launch top` reads the journal of the run (its file of
-/// events).
+/// The time limit for reading new events from the journal file of the run before `launch top`
+/// redraws the screen.
 const MAX_JOURNAL_READ_TIME: Duration = Duration::from_millis(200);
 
 /// Arguments of `launch top`.

@@ -1,5 +1,5 @@
-//! [`EncryptedStream`]: a byte stream that is encrypted with keys on which its two sides have
-//! agreed in the [handshake](super::handshake).
+//! [`EncryptedStream`]: a byte stream that is encrypted with the session keys from the
+//! [handshake](super::handshake) between its two sides.
 //!
 //! The bytes travel in records: a little-endian u16 length, and a ciphertext of that length
 //! (ChaCha20-Poly1305). The number of a record is its nonce and is not sent. So a record that was
@@ -25,7 +25,7 @@ pub(super) const MAX_PLAINTEXT_BYTES: usize = u16::MAX as usize - TAG_BYTES;
 /// one is freed.
 const MAX_KEPT_BUFFER_BYTES: usize = 8 << 10;
 
-/// A byte stream that is encrypted with the keys on which a handshake has agreed.
+/// A byte stream to another process that is encrypted with the session keys from a handshake.
 /// [`Self::into_halves`] returns its two directions.
 pub(crate) struct EncryptedStream<S> {
     stream: S,
@@ -37,8 +37,8 @@ pub(crate) struct EncryptedStream<S> {
 }
 
 impl<S> EncryptedStream<S> {
-    /// Creates an encrypted stream on top of `stream`, with the keys on which a handshake has
-    /// agreed. No record was sent yet.
+    /// Creates an encrypted stream over the byte stream `stream`, with the session keys from a
+    /// completed handshake. No record was sent yet.
     pub(super) fn new(stream: S, keys: StatelessTransportState) -> Self {
         EncryptedStream { stream, keys: Arc::new(keys), next_read: 0, next_write: 0 }
     }
@@ -49,8 +49,8 @@ impl<S> EncryptedStream<S> {
         &self.stream
     }
 
-    /// Splits the stream into its two directions. The function `split` splits the underlying stream
-    /// that carries the records.
+    /// Splits the encrypted stream into a half for reading and a half for writing. The function
+    /// `split` splits the underlying stream that carries the records.
     pub(crate) fn into_halves<R, W>(
         self,
         split: impl FnOnce(S) -> (R, W),
@@ -78,8 +78,8 @@ impl<S> EncryptedStream<S> {
 }
 
 impl<S: AsyncWrite + Unpin> EncryptedStream<S> {
-    /// Writes an encrypted record without content, which proves to the other side that this side
-    /// has the keys.
+    /// Encrypts and sends a record with empty content, by which the other side recognizes that this
+    /// side has the correct keys.
     pub(super) async fn write_empty_record(&mut self) -> io::Result<()> {
         let record = encrypt_record(&self.keys, self.next_write, &[])?;
         self.next_write += 1;
@@ -89,8 +89,8 @@ impl<S: AsyncWrite + Unpin> EncryptedStream<S> {
 }
 
 impl<S: AsyncRead + Unpin> EncryptedStream<S> {
-    /// Reads an encrypted record without content, and returns whether it proves that the other side
-    /// has the keys. Returns whether the other side has the keys.
+    /// Reads one record that must be empty, and checks that it was encrypted with the keys of this
+    /// connection. Returns whether the other side has the keys.
     pub(super) async fn read_empty_record(&mut self) -> io::Result<bool> {
         let mut record = [0; HEADER_BYTES + TAG_BYTES];
         self.stream.read_exact(&mut record).await?;
@@ -102,8 +102,8 @@ impl<S: AsyncRead + Unpin> EncryptedStream<S> {
     }
 }
 
-/// Encrypts the bytes `text` as one record of the encrypted stream, with the record number `number`
-/// as the nonce. Fails if `text` is longer than [`MAX_PLAINTEXT_BYTES`].
+/// Encrypts the plaintext `text` as one record (a piece of the encrypted stream) whose sequence
+/// number `number` is the nonce. Fails if `text` is longer than [`MAX_PLAINTEXT_BYTES`].
 fn encrypt_record(keys: &StatelessTransportState, number: u64, text: &[u8]) -> io::Result<Vec<u8>> {
     let mut record = vec![0; HEADER_BYTES + text.len() + TAG_BYTES];
     let (header, ciphertext) = record.split_at_mut(HEADER_BYTES);
@@ -164,9 +164,9 @@ impl<R: AsyncRead + Unpin> EncryptedReader<R> {
         }
     }
 
-    /// Decrypts the complete record (an encrypted piece of the stream) in the reader's buffer, so
-    /// that the caller can take the plaintext. If the record was altered, it stays in the buffer,
-    /// so that every later call fails, too.
+    /// Decrypts the record (an encrypted piece of the stream) that is complete in the reader's
+    /// buffer, and keeps its plaintext for the next reads. If the record was altered, it stays in
+    /// the buffer, so that every later call fails, too.
     fn decrypt_record(&mut self) -> io::Result<()> {
         let ciphertext = &self.record[HEADER_BYTES..self.filled];
         self.text.resize(ciphertext.len(), 0);
@@ -188,7 +188,8 @@ fn build_altered_record_error() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "the encrypted data were altered on the way")
 }
 
-/// Empties a buffer of encrypted or decrypted bytes, and frees its memory if its capacity is large.
+/// Empties a buffer of encrypted or decrypted bytes, and shrinks its capacity to at most
+/// [`MAX_KEPT_BUFFER_BYTES`].
 fn clear_and_shrink_buffer(buffer: &mut Vec<u8>) {
     buffer.clear();
     buffer.shrink_to(MAX_KEPT_BUFFER_BYTES);
@@ -235,8 +236,8 @@ pub(crate) struct EncryptedWriter<W> {
 }
 
 impl<W: AsyncWrite + Unpin> EncryptedWriter<W> {
-    /// Writes more of the current encrypted record to the underlying stream, and is ready when all
-    /// of the record is written.
+    /// Continues to write the current encrypted record to the underlying stream, and returns ready
+    /// when the whole record is written.
     fn poll_write_record(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         while self.written < self.record.len() {
             let rest = &self.record[self.written..];

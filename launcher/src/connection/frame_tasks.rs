@@ -1,6 +1,6 @@
-//! The two tasks of a control connection: one reads messages from a stream into a channel, the
-//! other writes the messages of another channel to the stream. One reads frames into a bounded
-//! channel. The other writes the messages of another bounded channel.
+//! The two asynchronous tasks of a control connection: one moves received messages into a channel,
+//! and the other sends the messages of a queue. One reads frames into a bounded channel. The other
+//! writes the messages of another bounded channel.
 use super::frame::{self, FrameError};
 use serde::{Serialize, de::DeserializeOwned};
 use std::collections::VecDeque;
@@ -9,27 +9,28 @@ use tokio::{
     sync::mpsc,
 };
 
-/// The number of messages that may wait in the queue of a control connection until they are sent. A
-/// message that does not fit is dropped or, if it is critical, kept in the overflow buffer of the
-/// [`Outbox`].
+/// The largest number of messages that may wait to be sent in the send queue of a control
+/// connection. A message that does not fit is dropped or, if it is critical, kept in the overflow
+/// buffer of the [`Outbox`].
 const QUEUE_CAPACITY: usize = 4096;
-/// The number of places in the queue of a control connection that messages of low priority must
-/// leave free for messages of higher priority. Messages of low priority are dropped if no further
-/// place is free.
+/// The number of entries in the send queue of a control connection that must stay free when a
+/// message of low priority is queued. Messages of low priority are dropped if no further place is
+/// free.
 const PLACES_RESERVED_ABOVE_LOW: usize = 3072;
-/// The number of places in the queue of a control connection that only critical messages may take.
-/// Messages of [`MessagePriority::Normal`] are dropped if no further place is free.
+/// The number of entries in the send queue of a control connection that are reserved for messages
+/// of critical priority. Messages of [`MessagePriority::Normal`] are dropped if no further place is
+/// free.
 const PLACES_RESERVED_FOR_CRITICAL: usize = 512;
-/// The number of critical messages that the sending end of a control connection keeps in a second
-/// buffer while the queue of the connection is full. If queue and buffer are full, critical
-/// messages are dropped, too.
+/// The largest number of critical messages that a sender keeps in its overflow buffer while the
+/// send queue of the control connection is full. If queue and buffer are full, critical messages
+/// are dropped, too.
 const OVERFLOW_CAPACITY: usize = 4096;
-/// The number of bytes of encoded messages that are collected before they are written to the stream
-/// together. A full batch is written before waiting messages are encoded.
+/// The number of bytes of encoded messages that a control connection collects before it writes them
+/// to the stream with one call. A full batch is written before waiting messages are encoded.
 pub(super) const BATCH_BYTES: usize = 64 << 10;
 
-/// The sending end of a channel into which several connections put the messages that they receive,
-/// each with the id of its connection.
+/// The sending end of a channel that collects the received messages of several connections, in
+/// which each message has the ID of its connection.
 ///
 /// The last message of a connection is `Ok(None)` if the stream ended, or an error.
 pub(crate) type InboxSender<K, T> = mpsc::Sender<(K, Result<Option<T>, FrameError>)>;
@@ -79,8 +80,9 @@ where
     }
 }
 
-/// The priority of a message, which decides whether it is dropped when the queue of the connection
-/// is nearly full. Messages of low priority are dropped first when the other side does not read.
+/// The priority of a message to send, which decides how full the send queue of the connection may
+/// be before the message is dropped. Messages of low priority are dropped first when the other side
+/// does not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MessagePriority {
     /// Output lines, heartbeats and progress, which are dropped first.
@@ -92,9 +94,9 @@ pub(crate) enum MessagePriority {
     Critical,
 }
 
-/// The sending end of a control connection, in which sending a message never blocks. It consists of
-/// a queue of messages, which [`write_frames`] empties, and an overflow buffer for critical
-/// messages that do not fit into the queue.
+/// The sending side of a control connection, which queues messages or drops them but never blocks
+/// the sender. It consists of a queue of messages, which [`write_frames`] empties, and an overflow
+/// buffer for critical messages that do not fit into the queue.
 #[derive(Debug)]
 pub(crate) struct Outbox<T> {
     queue: mpsc::Sender<T>,
@@ -102,8 +104,8 @@ pub(crate) struct Outbox<T> {
 }
 
 impl<T> Clone for Outbox<T> {
-    /// Returns another sender to the same control connection, with a separate and empty overflow
-    /// buffer.
+    /// Returns another sender for the send queue of this control connection, with a separate
+    /// overflow buffer that is empty.
     fn clone(&self) -> Self {
         Outbox { queue: self.queue.clone(), overflow: VecDeque::new() }
     }
@@ -139,14 +141,14 @@ impl<T> Outbox<T> {
         fits
     }
 
-    /// Returns whether the send queue has more free places than those reserved for critical
-    /// messages, so that a report fits.
+    /// Returns whether a report of the agent fits into the send queue without taking the entries
+    /// that are reserved for critical messages.
     pub(crate) fn has_space_for_report(&self) -> bool {
         self.overflow.is_empty() && self.queue.capacity() > PLACES_RESERVED_FOR_CRITICAL
     }
 
-    /// Waits until the send queue of the connection has a free place for an agent's report, or
-    /// until the connection has ended. Cancel-safe.
+    /// Waits until the send queue of the connection has space for a report, beyond the entries
+    /// reserved for critical messages, or the connection ends. Cancel-safe.
     pub(crate) async fn wait_for_space_for_report(&self) {
         // The permits are returned at once; only the wait matters.
         _ = self.queue.reserve_many(PLACES_RESERVED_FOR_CRITICAL + 1).await;

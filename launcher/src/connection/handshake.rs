@@ -1,5 +1,5 @@
-//! The handshake with which the two sides of a control connection prove that they hold the same
-//! key, and agree on the keys that encrypt the connection.
+//! The handshake of a new control connection, in which both sides prove that they hold the shared
+//! key and agree on session keys for encryption.
 //!
 //! The 32-byte key reaches the agents in an [`Invitation`] on their standard input, or in the terms
 //! of the controller. The handshake is the pattern `NNpsk0` of the Noise Protocol Framework:
@@ -31,20 +31,23 @@ pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The length of the longest invitation (a line with the key and the addresses of the controller),
 /// in bytes without the line break. A longer line is rejected.
 const MAX_INVITATION_BYTES: usize = 4096;
-/// The first bytes that an agent sends on a connection, which name the protocol and its version.
+/// The bytes with which an agent begins every connection, and by which the controller recognizes
+/// the protocol and its version.
 const PROTOCOL_MAGIC: &[u8; 8] = b"launchJ2";
-/// The Noise protocol pattern and the cryptographic algorithms of the handshake.
+/// The name of the Noise protocol pattern and the algorithms that the handshake between agent and
+/// controller uses.
 const NOISE_PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 /// The length, in bytes, of a handshake message without content, which is a public key and an
 /// authentication tag.
 const EMPTY_MESSAGE_BYTES: usize = 48;
 /// The length, in bytes, of the longest name of a host in a handshake.
 const MAX_NAME_BYTES: usize = 255;
-/// The first word of an invitation line, which names the protocol and its version.
+/// The first word of an agent's invitation (a line with the key and the controller's addresses),
+/// which contains the protocol version.
 const INVITATION_PREFIX: &str = "launch-join-1";
 
-/// The secret key that a controller and its agents share, by which each recognizes that the other
-/// belongs to the same run. It is never printed.
+/// The secret key of a run, by which the controller and the agents recognize in a handshake that
+/// the other side belongs to the run. It is never printed.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct HandshakeKey([u8; 32]);
 
@@ -60,18 +63,20 @@ impl HandshakeKey {
         read_random_bytes().map(HandshakeKey)
     }
 
-    /// Derives a handshake key from a secret text; one secret gives different keys for different
-    /// values of `purpose`.
+    /// Derives a handshake key from a secret text and the purpose of the key, so that keys for
+    /// different purposes differ.
     pub(crate) fn derive_from_secret(purpose: &str, secret: &[u8]) -> HandshakeKey {
         HandshakeKey(blake3::derive_key(purpose, secret))
     }
 
-    /// Converts the key of a run, by which its processes recognize each other, to a handshake key.
+    /// Converts the secret key of a run, which its controller and agents share, to a key for
+    /// handshakes.
     pub(crate) fn from_job_key(key: &JobSecretKey) -> HandshakeKey {
         HandshakeKey(key.0)
     }
 
-    /// Begins a handshake with this key, as the side `role` (agent or controller).
+    /// Begins a handshake with this key, in which this process takes the part `role` (agent or
+    /// controller).
     fn begin_handshake(&self, role: HandshakeRole) -> Result<HandshakeState, HandshakeError> {
         let builder = Builder::new(NOISE_PATTERN.parse()?).psk(0, &self.0)?.prologue(PROTOCOL_MAGIC)?;
         Ok(match role {
@@ -175,7 +180,7 @@ impl From<InvitationError> for Diagnostic {
     }
 }
 
-/// Reads 32 random bytes from the kernel, for a secret key.
+/// Returns 32 random bytes from the kernel, from which secret keys are made.
 fn read_random_bytes() -> io::Result<[u8; 32]> {
     let mut bytes = [0; 32];
     getrandom::fill(&mut bytes)?;
@@ -194,7 +199,8 @@ pub(crate) struct Invitation {
 }
 
 impl Invitation {
-    /// Formats the invitation as a line of text, which an agent can read with [`Self::from_line`].
+    /// Formats the key of the run and the controller's addresses as the line of text that an agent
+    /// reads from its standard input.
     pub(crate) fn to_line(&self) -> String {
         let key: String = self.key.0.iter().map(|byte| format!("{byte:02x}")).collect();
         let addresses = self.addresses.iter().map(|a| format!(" {a}"));
@@ -242,7 +248,7 @@ fn parse_key(hex: &str) -> Option<HandshakeKey> {
     bytes.try_into().ok().map(HandshakeKey)
 }
 
-/// Performs the agent's side of the handshake on a new connection until the controller has proved
+/// Performs the agent's part of the handshake on a new connection, up to the controller's proof
 /// that it holds the key of the run. Fails if the peer does not hold the key.
 ///
 /// An agent may perform handshakes on several connections simultaneously. The connection on which
@@ -277,23 +283,23 @@ where
     Ok(VerifiedControllerStream(EncryptedStream::new(stream, handshake.into_stateless_transport_mode()?)))
 }
 
-/// A connection on which the controller has proved that it holds the key of the run, but the agent
-/// has not.
+/// A connection on which the agent has verified that the controller holds the key of the run,
+/// before the agent has proved the same to the controller.
 pub(crate) struct VerifiedControllerStream<S>(EncryptedStream<S>);
 
 impl<S: AsyncWrite + Unpin> VerifiedControllerStream<S> {
-    /// Sends the proof that this agent holds the key of the run, and so makes this connection the
-    /// agent's control connection.
+    /// Sends the last message of the handshake, which proves that the agent holds the key and makes
+    /// the connection the agent's control connection.
     pub(crate) async fn send_proof_of_key(mut self) -> Result<EncryptedStream<S>, HandshakeError> {
         self.0.write_empty_record().await?;
         Ok(self.0)
     }
 }
 
-/// Performs the controller's side of the handshake on a new connection, in which agent and
-/// controller prove that they hold the key of the run. Returns the connection and the name of the
-/// host whose agent connected. Fails if the peer does not hold the key. The function has no time
-/// limit, so the caller must apply [`HANDSHAKE_TIMEOUT`].
+/// Performs the controller's part of the handshake on a new connection, in which both sides prove
+/// that they hold the key of the run. Returns the connection and the name of the host whose agent
+/// connected. Fails if the peer does not hold the key. The function has no time limit, so the
+/// caller must apply [`HANDSHAKE_TIMEOUT`].
 ///
 /// A peer without the key receives no answer. The function allocates less than 1 KiB for a peer
 /// that has not proved the key.
@@ -361,8 +367,8 @@ where
     Ok((handshake, name))
 }
 
-/// Sends the controller's message of the handshake to an agent, and checks the final proof that the
-/// agent holds the key.
+/// Answers the first handshake message of an agent, and verifies in the agent's reply that the
+/// agent holds the key of the run.
 async fn answer_agent<S>(
     mut stream: S,
     mut handshake: HandshakeState,
@@ -381,12 +387,13 @@ where
     }
 }
 
-/// Checks, for fuzzing, that the controller rejects the bytes of a peer without the key. The bytes
-/// are read as a handshake, and as records after a handshake. Returns the error of the handshake.
-/// Panics if the handshake succeeds or a record is decrypted.
+/// Feeds the bytes of a fuzzer to the controller's handshake and decryption, and panics if they are
+/// accepted although the sender does not have the key. The bytes are read as a handshake, and as
+/// records after a handshake. Returns the error of the handshake. Panics if the handshake succeeds
+/// or a record is decrypted.
 pub(crate) fn fuzz_untrusted_connection(bytes: &[u8]) -> Result<(), HandshakeError> {
-    /// Runs a future over streams in memory, which are always ready, to its end without an async
-    /// runtime.
+    /// Runs a future that never has to wait, because its streams are in memory, and returns its
+    /// output without an async runtime.
     fn poll_to_completion<F: Future>(future: F) -> F::Output {
         let mut context = Context::from_waker(Waker::noop());
         match pin!(future).poll(&mut context) {

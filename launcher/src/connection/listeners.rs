@@ -28,8 +28,9 @@ pub(crate) fn open_listeners(
     addresses.iter().map(open).collect()
 }
 
-/// Opens a TCP listener at `address` with a backlog for simultaneous connections of all `agents`
-/// agents of a job. Port 0 stands for any free port. The function must be called within a runtime.
+/// Opens a TCP listener at `address`, with a queue large enough for all `agents` agents of the job
+/// to connect at the same time. Port 0 stands for any free port. The function must be called within
+/// a runtime.
 fn open_listener(address: SocketAddr, agents: usize) -> io::Result<TcpListener> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
     if address.port() != 0 {

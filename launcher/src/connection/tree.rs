@@ -1,5 +1,5 @@
-//! The tree of agents, in which some agents connect to the controller and pass on the byte streams
-//! of all others.
+//! The tree of agents of a large job, in which some agents are connected to the controller and
+//! forward the messages between the controller and the other agents.
 //!
 //! A *link* connects two neighbours of the tree. It carries frames ([`TreeFrame`]) of many streams.
 //! Each agent is the end of one stream, and passes the frames of the streams below it on. A stream
@@ -11,8 +11,8 @@ mod local_stream;
 mod resumable_stream;
 mod router;
 
-/// The number of heartbeats that each end of a tree connection sends within the longest permitted
-/// silence.
+/// The number of heartbeats that each end of a connection between two agents sends during the time
+/// after which a silent connection counts as broken.
 pub(crate) const HEARTBEATS_PER_LEASE: u32 = 5;
 
 pub(crate) use frame::{MAX_TREE_FRAME_BYTES, StreamId, TreeFrame, TreeParent, TreeSetup};

@@ -12,8 +12,8 @@ use protocol::control::{HostInventory, HostPlan, RendezvousRequest};
 use std::net::{IpAddr, Ipv4Addr};
 use tokio::sync::mpsc;
 
-/// The inventories (hardware and environment) that the agents of all hosts have reported, and
-/// environment variables that apply to every host.
+/// The hardware and environment of all hosts as their agents have reported them, with environment
+/// variables that apply to every host.
 pub(super) struct HostInventories {
     /// Names and values of variables in the controller's environment, such as `OMP_NUM_THREADS`.
     /// They apply to every host, except those that select visible GPUs, which each host sets
@@ -42,9 +42,9 @@ impl HostInventories {
         }
     }
 
-    /// Describes the hosts of a new attempt by name, slots and inventory, in the order of the
-    /// indices `hosts`. `targets` holds all hosts of the run, by index. Leaves out hosts without an
-    /// inventory.
+    /// Describes the hosts of the next start of all workers by name, slots and hardware inventory,
+    /// in the order of the host indices `hosts`. `targets` holds all hosts of the run, by index.
+    /// Leaves out hosts without an inventory.
     pub(super) fn build_job_hosts(&self, targets: &[HostTarget], hosts: &[HostIndex]) -> Vec<JobHost> {
         let job_host = |host: &HostIndex| {
             let target = targets.get(*host)?;
@@ -60,9 +60,9 @@ impl HostInventories {
         hosts.iter().filter_map(job_host).collect()
     }
 
-    /// Returns the network addresses of all hosts whose agents have reported an inventory, sorted,
-    /// without loopback and without duplicates. The caller permits connections to the rendezvous
-    /// from these addresses.
+    /// Returns all network addresses except loopback of the hosts whose agents have reported,
+    /// sorted and without duplicates. The caller permits connections to the rendezvous from these
+    /// addresses.
     pub(super) fn collect_host_addresses(&self) -> Vec<IpAddr> {
         let addresses = self.by_host.iter().flatten().flat_map(|inventory| &inventory.addresses);
         let mut addresses: Vec<IpAddr> =
@@ -73,8 +73,8 @@ impl HostInventories {
     }
 }
 
-/// The result of planning an attempt: the plan of all workers without the rendezvous port, or the
-/// error that prevents it.
+/// The result of planning a start of all workers (attempt): the plan without the rendezvous port,
+/// or the error because of which there is no plan.
 pub(super) struct AttemptPlanningResult {
     pub(super) attempt: u32,
     /// The hosts of the attempt, in the order of ranks.
@@ -92,9 +92,9 @@ pub(super) struct AttemptPreparation {
 }
 
 impl AttemptPreparation {
-    /// Creates the preparation of an attempt from its plan, and builds the request that later makes
-    /// an agent bind `MASTER_PORT`. `allowed` are the addresses from which clients may connect to
-    /// the rendezvous. Binds nothing.
+    /// Prepares the start of the workers in `plan`, and builds the request by which an agent later
+    /// binds the rendezvous port (`MASTER_PORT`). `allowed` are the addresses from which clients
+    /// may connect to the rendezvous. Binds nothing.
     pub(super) fn new(job: &JobSpec, plan: Plan, allowed: &[IpAddr]) -> Self {
         let address = plan.master_address.unwrap_or(Ipv4Addr::LOCALHOST.into());
         let port = if let MasterPort::Fixed(number) = job.cluster.master_port { number } else { 0 };
@@ -108,9 +108,9 @@ impl AttemptPreparation {
         AttemptPreparation { plan, hosts: Vec::new(), bind }
     }
 
-    /// Binds the rendezvous of the attempt (`MASTER_PORT`) in this process, to find out whether its
-    /// port is available. A rendezvous store sends lines for the user to `messages`. Fails if the
-    /// port is not available.
+    /// Binds the rendezvous port (`MASTER_PORT`) of the planned workers in this process, to find
+    /// out whether the port is available. A rendezvous store sends lines for the user to
+    /// `messages`. Fails if the port is not available.
     pub(super) fn bind_rendezvous(
         &self,
         messages: &mpsc::Sender<String>,

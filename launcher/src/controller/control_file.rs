@@ -11,11 +11,11 @@ use protocol::control::JobSecretKey;
 use serde::{Deserialize, Serialize};
 use std::{io, path::Path};
 
-/// The version of the format of `control.json`, the file with which a later controller reaches the
-/// agents of a run. The file contains this number.
+/// The version of the format of `control.json`, the file from which a new controller learns how to
+/// reach the agents of a run. The file contains this number.
 const VERSION: u32 = 1;
-/// The name, in the run directory, of the file with which a later controller reaches the agents of
-/// the run.
+/// The name of the file in the run directory from which a new controller, after the loss of the
+/// first one, learns how to reach the agents.
 const FILE_NAME: &str = "control.json";
 /// The largest size of `control.json` and of `job.json` that a controller reads, in bytes. A larger
 /// file is an error.

@@ -11,8 +11,8 @@ use std::collections::VecDeque;
 /// later controller), in bytes of JSON.
 const MAX_MEMO_EVENT_BYTES: usize = 16 << 10;
 
-/// The number of the run's newest controller event, and the controller events that are not known to
-/// be in the journal yet.
+/// The events of the run's controllers that the journal file may not contain yet, and the number of
+/// the newest controller event.
 #[derive(Debug, Default)]
 pub(crate) struct ControllerEvents {
     /// The number of the newest event.
@@ -67,9 +67,9 @@ impl ControllerEvents {
         }
     }
 
-    /// Returns the controller events that the journal lacks, for the memo, which is the run's state
-    /// that agents keep for a later controller. Leaves out events that would make the memo too
-    /// large.
+    /// Returns the events of controllers that the journal (the run's file of events) may lack, so
+    /// that agents can keep them for a later controller. Leaves out events that would make the memo
+    /// too large.
     pub(crate) fn collect_unstored(&self) -> Vec<UnstoredEvent> {
         let mut free = MAX_MEMO_EVENT_BYTES;
         let fits = |(_, bytes): &&(UnstoredEvent, usize)| {

@@ -1,5 +1,5 @@
-//! [`ControllerIdentity`]: the key and token with which a controller proves to agents that it may
-//! control their run.
+//! [`ControllerIdentity`]: the key and the token by which agents recognize the controller that may
+//! give them orders.
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::{ControllerLossAction, RunSpec};
 use protocol::control::{
@@ -63,14 +63,14 @@ impl ControllerIdentity {
         &self.key
     }
 
-    /// Returns what agents do with their workers when this controller is lost: end them or let them
-    /// continue.
+    /// Returns the job's setting of what agents do when this controller is lost: end the workers,
+    /// or let the workers continue.
     pub(super) fn controller_loss_action(&self) -> ControllerLossAction {
         self.on_controller_loss
     }
 
-    /// Builds the request to the agent on host `host` to obey this controller or to end itself, as
-    /// `purpose` states.
+    /// Builds the request that the agent on `host` accept this controller as its new controller, or
+    /// that the agent end, depending on `purpose`.
     pub(super) fn build_attach_request(&self, host: &str, purpose: AttachPurpose) -> AttachRequest {
         AttachRequest {
             version: PROTOCOL_VERSION,
@@ -83,8 +83,8 @@ impl ControllerIdentity {
         }
     }
 
-    /// Builds the rules for the agent with the number `number` on host `host`, such as keys, time
-    /// limits and the controller's token.
+    /// Builds the data that a new agent needs to recognize this controller later: the run, the key,
+    /// the controller's token, and time limits.
     pub(super) fn build_supervision_terms(&self, host: &str, number: u64) -> SupervisionTerms {
         SupervisionTerms {
             run: self.run.clone(),

@@ -1,5 +1,5 @@
-//! The controller's decisions, as a state machine that receives inputs with their times and returns
-//! actions. It does no I/O and reads no clock.
+//! The state machine that makes the controller's decisions: it receives each input (such as an
+//! agent's message) with its time, and returns actions. It does no I/O and reads no clock.
 //!
 //! [`ControllerCore::handle_input`] takes an input (a message of an agent, a signal, the passing of
 //! time) and returns the actions that the driver has to execute. The first failure by the
@@ -54,29 +54,30 @@ use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 pub(crate) use stop_request::StopRequest;
 pub(crate) use taken_over_journal::TakenOverJournal;
 
-/// How long the agent of the first host may take to bind the rendezvous port of an attempt
-/// (`MASTER_PORT`). After this time the attempt is rejected.
+/// How long the agent of the first host may take to bind the rendezvous port (`MASTER_PORT`) before
+/// the workers are started. After this time the attempt is rejected.
 pub(crate) const RENDEZVOUS_BIND_TIMEOUT: Duration = Duration::from_secs(15);
-/// How long the controller waits for the report of the root cause after a worker has exited only
-/// because a peer failed.
+/// How long the controller waits for another worker's failure report, which contains the root
+/// cause, after a worker has failed because of a peer.
 pub(crate) const ROOT_CAUSE_TIMEOUT: Duration = Duration::from_millis(100);
-/// How long the controller waits for the report of the root cause after a program has failed
-/// because torch has lost the connection to another rank. A rank that fails may close its
-/// connections seconds before its process ends, because Python and the GPU driver free resources.
+/// How long the controller waits for another worker's failure report after a program has failed
+/// because torch lost the connection to a rank. A rank that fails may close its connections seconds
+/// before its process ends, because Python and the GPU driver free resources.
 pub(crate) const CONNECTION_LOSS_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long built-in workers may continue after their collectives were aborted until they get
-/// SIGKILL.
+/// The time between the abort of the collectives of built-in workers and the SIGKILL for workers
+/// that still run.
 pub(crate) const ABORT_GRACE: Duration = Duration::from_millis(500);
-/// How long built-in workers may take to leave a failed attempt, so that their processes take part
-/// in the next attempt. Workers that need longer are killed.
+/// How long built-in workers may take to leave a failed attempt (start of all workers) so that
+/// their processes can join the next one. Workers that need longer are killed.
 pub(crate) const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the report of a failure to the user waits for the last output lines of the failed rank.
 pub(crate) const OUTPUT_TAIL_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long an agent may take to report that its workers ended, counted from the time at which it
 /// sends SIGKILL.
 pub(crate) const AGENT_END_TIMEOUT: Duration = Duration::from_secs(10);
-/// The number of failed attempts that one host may cause before it is excluded, if enough other
-/// hosts remain for the job. With copies in memory, attempts that brought progress do not count.
+/// The number of failed starts or runs of the workers that one host may cause before it is excluded
+/// from the job, if enough hosts remain. With copies in memory, attempts that brought progress do
+/// not count.
 pub(crate) const MAX_HOST_FAILURES: u32 = 2;
 
 /// The phase of the current attempt (one start of all workers), such as joining, running or ending.
@@ -326,8 +327,8 @@ impl ControllerCore {
         std::mem::take(&mut self.actions)
     }
 
-    /// Returns the time of the state machine's next pending deadline, at which it needs a
-    /// [`ControllerInput::Tick`], or `None` without a deadline.
+    /// Returns the time of the controller's next deadline, such as a heartbeat or a timeout, or
+    /// `None` if no deadline is pending.
     pub(crate) fn find_next_deadline(&self) -> Option<Duration> {
         let suspect = self.suspect.as_ref().map(|(_, until)| *until);
         let tail = self.unreported_since.map(|since| since + OUTPUT_TAIL_TIMEOUT);
@@ -342,9 +343,9 @@ impl ControllerCore {
         deadlines.into_iter().flatten().min()
     }
 
-    /// Changes the controller's state as an input, such as a message of an agent or a signal,
-    /// requires, and returns the actions that must be executed. `now` is the time since the start
-    /// of the driver's clock, and never decreases.
+    /// Processes one input, such as a message of an agent or a signal, and returns the actions that
+    /// the caller must execute. `now` is the time since the start of the driver's clock, and never
+    /// decreases.
     pub(crate) fn handle_input(&mut self, now: Duration, input: ControllerInput) -> Vec<ControllerAction> {
         match self.state {
             AttemptState::Finished => return Vec::new(),
@@ -357,8 +358,8 @@ impl ControllerCore {
         std::mem::take(&mut self.actions)
     }
 
-    /// Handles an input, such as a message or the loss of an agent, unless the controller is still
-    /// taking over the run.
+    /// Processes one input, such as a message or the loss of an agent, of a controller that is not
+    /// in the middle of a takeover.
     fn handle_run_input(&mut self, now: Duration, input: ControllerInput) {
         match input {
             ControllerInput::Agent(host, message) => {
@@ -402,7 +403,8 @@ impl ControllerCore {
         }
     }
 
-    /// Sends a message to every agent that runs workers of the current attempt.
+    /// Sends a message to each agent on whose host workers of the current attempt (start of all
+    /// workers) may still run.
     fn broadcast_to_active_agents(&mut self, message: &ToAgent) {
         let active = self.members.iter().filter(|id| self.hosts[**id].active);
         self.actions.reserve(self.active_hosts);
@@ -414,8 +416,8 @@ impl ControllerCore {
         self.actions.push(ControllerAction::Event(Event::new_notice(None, message)));
     }
 
-    /// Acts on all time limits that have expired, such as those of silent agents, heartbeats, the
-    /// current phase and the restart pause.
+    /// Handles all deadlines that have passed, such as for heartbeats, silent agents, the end of
+    /// killed workers, or the pause before a restart.
     fn process_deadlines(&mut self, now: Duration) {
         if self.suspect.as_ref().is_some_and(|(_, until)| now >= *until) {
             self.confirm_suspected_failure(now);
@@ -434,8 +436,8 @@ impl ControllerCore {
         }
     }
 
-    /// Handles a message of a connected agent; for a report, also arranges the acknowledgement that
-    /// lets the agent delete it.
+    /// Handles a message of an agent, and ensures that each report is acknowledged, so that the
+    /// agent can delete its copy.
     fn handle_report_or_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
         let FromAgent::Report { seq, age_ms, message } = message else {
             return self.handle_agent_message(now, host, message);
@@ -461,8 +463,8 @@ impl ControllerCore {
         }
     }
 
-    /// Calls the handler of a message of a connected agent, such as the start or exit of a worker,
-    /// unless the message belongs to an earlier attempt. Output lines and failures of the agent
+    /// Processes a message of a connected agent, such as the start or exit of a worker, unless the
+    /// message is about workers from before a restart. Output lines and failures of the agent
     /// itself are handled in any case.
     fn handle_agent_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
         if let FromAgent::Hello { version, pid, stream, inventory } = message {
@@ -488,8 +490,8 @@ impl ControllerCore {
     }
 }
 
-/// Returns the number of the attempt that a message of an agent belongs to, or `None` if the
-/// message belongs to no attempt.
+/// Returns the number of the attempt (start of all workers) that an agent's message is about, or
+/// `None` for a message without such a number.
 fn find_message_attempt(message: &FromAgent) -> Option<u32> {
     match message {
         FromAgent::Bound { attempt, .. }
@@ -520,8 +522,8 @@ fn find_message_attempt(message: &FromAgent) -> Option<u32> {
     }
 }
 
-/// Summarizes a failed attempt for the restart policy, which decides whether the job is restarted:
-/// exit code, last step, and whether a checkpoint was saved.
+/// Builds the description of a failed attempt for the restart policy: the exit code, the last step,
+/// and whether a checkpoint was saved.
 fn build_attempt_end(cause: &RootCause, step: Option<u64>, saved: bool) -> AttemptEnd {
     AttemptEnd { exit_code: cause.exit_code, step, saved }
 }

@@ -10,8 +10,8 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 /// The number of file descriptors that the controller needs independently of the number of hosts.
 const BASE_DESCRIPTORS: u64 = 96;
 
-/// Returns the total number of file descriptors that a controller needs, including `connections`
-/// descriptors for the agents on other hosts.
+/// Returns how many file descriptors a controller needs in total, if the connections to agents on
+/// other hosts need `connections` descriptors.
 pub(crate) fn count_controller_descriptors(connections: u64) -> u64 {
     BASE_DESCRIPTORS + connections
 }

@@ -1,6 +1,6 @@
-//! [`ControllerDriver`]: executes the actions that the controller's state machine (module `core`)
-//! requests. The driver starts agents, exchanges messages with them, catches signals, and writes
-//! the journal and the report.
+//! [`ControllerDriver`]: executes the actions that the controller's state machine requests, such as
+//! to start agents and to send messages. The driver starts agents, exchanges messages with them,
+//! catches signals, and writes the journal and the report.
 mod cleanup;
 mod debug_log;
 mod event_loop;
@@ -113,8 +113,8 @@ fn build_setup_error(message: &str) -> Diagnostic {
     Diagnostic::error(codes::run::CONTROLLER_SETUP_FAILED, message)
 }
 
-/// The reason why the event loop of a controller has ended: the run is over, goes to another
-/// controller, or could not be taken over.
+/// The reason why a controller's event loop has ended: the run is over, another controller controls
+/// the run, or the takeover of the run has failed.
 enum EventLoopEnd {
     /// The run is over.
     Ended(RunOutcome),
@@ -124,8 +124,8 @@ enum EventLoopEnd {
     Abandoned(AttachFailure),
 }
 
-/// How this controller lost its run: another controller has replaced it, or the agents stopped
-/// obeying it after too long a silence. An agent reports this, or the journal shows it.
+/// The reason why this controller no longer controls its run: another controller has replaced it,
+/// or the agents continue without a controller. An agent reports this, or the journal shows it.
 #[derive(Clone, Copy, Debug)]
 struct ControllerReplacement {
     /// Whether another controller controls the run. Otherwise the agents obey no controller,
@@ -136,7 +136,8 @@ struct ControllerReplacement {
     silent_ms: Option<u64>,
 }
 
-/// The answer of a lost host's agent that was asked to end.
+/// The answer of a lost host's agent to the request to end: the agent has ended, or it obeys a
+/// later controller.
 #[derive(Clone, Copy, Debug)]
 enum EvictionAnswer {
     /// The agent of this host has ended.
@@ -171,13 +172,14 @@ impl SupervisedAgent {
     }
 }
 
-/// The identity of an agent: its host, and the number of the agent among those that were started
-/// there. Each later agent of the host gets another number.
+/// The identity of an agent: the index of its host, and a number that differs for each agent that
+/// was started on this host. Each later agent of the host gets another number.
 type AgentId = (HostIndex, u64);
 /// A message that the controller's event loop receives from an agent. `Ok(None)` or an error means
 /// that the connection has ended.
 type AgentMessage = (AgentId, Result<Option<FromAgent>, FrameError>);
-/// The sender and the receiver of a channel to the event loop of the controller.
+/// Both ends of a channel to the controller's event loop: the sender for other threads and tasks,
+/// and the receiver for the loop.
 type ChannelEnds<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
 
 /// Executes the actions that the controller's state machine requests, for one run.
@@ -411,8 +413,9 @@ impl ControllerDriver {
         }
     }
 
-    /// Prepares the run before any process is started: creates the run directory, checks a
-    /// requested port and installs the signal handlers. Fails if one of these steps fails.
+    /// Prepares a run before any process is started: creates the run directory, checks a requested
+    /// rendezvous port of this machine, and installs signal handlers. Fails if one of these steps
+    /// fails.
     fn prepare_run(&mut self) -> diagnostic::Result<SignalReceiver> {
         let directory = self.plan.run_dir.clone();
         let (journal, stored) = Journal::create(&self.plan, &self.job, &self.command).map_err(|error| {

@@ -50,8 +50,8 @@ pub(super) enum ExecClientEvent {
 /// identifies the connection.
 type ExecClientMessage = (ExecId, Result<Option<ExecRequest>, FrameError>);
 
-/// The Unix socket at which the controller receives requests of `launch exec` processes to run
-/// commands on hosts of the job.
+/// The Unix socket of the controller to which `launch exec` connects when it requests that a
+/// command be run on a host of the job.
 pub(super) struct ExecSocket {
     messages: mpsc::Receiver<ExecClientMessage>,
     connections: mpsc::Receiver<(ExecId, Outbox<ExecReply>)>,
@@ -60,8 +60,8 @@ pub(super) struct ExecSocket {
 }
 
 impl ExecSocket {
-    /// Creates the Unix socket for `launch exec` of a run, and begins to listen. Needs a runtime of
-    /// tokio.
+    /// Creates the Unix socket of the run with the ID `run`, and starts to accept connections of
+    /// `launch exec` processes at this socket. Needs a runtime of tokio.
     pub(super) fn open(run: &str) -> io::Result<ExecSocket> {
         let listener = bind_controller_socket(run)?;
         listener.set_nonblocking(true)?;
@@ -91,8 +91,8 @@ impl Drop for ExecSocket {
     }
 }
 
-/// Accepts connections of `launch exec` processes of this user, and starts the tasks that read from
-/// and write to them.
+/// Accepts connections of `launch exec` processes of this user or of root, and starts two tasks for
+/// each connection: one that reads and one that writes.
 async fn accept_clients(
     listener: UnixListener,
     connections: mpsc::Sender<(ExecId, Outbox<ExecReply>)>,

@@ -15,7 +15,8 @@ use std::{
 };
 use tokio::{sync::mpsc, time::sleep};
 
-/// How often a watched file is examined, even if the operating system has reported no change.
+/// The interval at which a watched file, such as the job file, is checked for changes, in addition
+/// to the operating system's notifications of changes.
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
 /// How long a changed file must stay unchanged before its content is read.
 const SETTLE_TIME: Duration = Duration::from_millis(100);
@@ -30,7 +31,8 @@ const FIRST_READ_TIMEOUT: Duration = Duration::from_secs(1);
 /// takes them. If the channel is full, the watcher waits.
 const CHANNEL_CAPACITY: usize = 4;
 
-/// The content of a watched file after a change.
+/// The text of a changed job file or hostfile, or the reason why this file could not be read after
+/// the change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum WatchedFileContent {
     Text(String),
@@ -150,7 +152,7 @@ async fn wait_for_settled_fingerprint(path: &Path) -> FileFingerprint {
     before
 }
 
-/// Reads a watched file after a change, when the file has stayed unchanged for a while. Repeats
+/// Reads the content of a watched file after a change, once the file has stopped changing. Repeats
 /// this, at most [`MAX_REPEATED_READS`] times, if the file changes meanwhile: a program that
 /// replaces the content empties the file first. Returns the fingerprint and the content.
 async fn read_settled_content(

@@ -26,18 +26,18 @@ const EQUAL_INPUT_COLLECTIVES: [&str; 9] = [
     "reduce_scatter",
     "_reduce_scatter_base",
 ];
-/// The text in a source path of a stack frame that shows that a rank is inside a function of
-/// `torch.distributed`.
+/// The part of a source path, `/torch/distributed/`, by which a stack frame of a function of
+/// `torch.distributed` is recognized.
 const TORCH_COLLECTIVE_PATH_PART: &str = "/torch/distributed/";
-/// Parts of the paths of source files that belong to Python or its libraries and not to the user's
-/// program.
+/// Parts of source paths by which a stack frame of Python or a Python library is distinguished from
+/// a frame of the user's program.
 const LIBRARY_PATH_PARTS: [&str; 3] = ["/lib/python", "/lib64/python", "<frozen "];
 
 /// The largest number of GPU errors of one rank that the analysis of a hanging job reports.
 const MAX_GPU_FAULTS: usize = 8;
 
-/// The first incomplete collective of a process group, with the ranks that have and have not
-/// entered this collective.
+/// The first collective of a process group that some rank has entered but not completed, with the
+/// ranks that have and have not entered it.
 struct PendingCollective<'a> {
     group: &'a str,
     seq: i64,
@@ -114,8 +114,8 @@ fn find_pending_collectives<'a>(ranks: &BTreeMap<Rank, &'a RankEvidence>) -> Vec
     groups.into_iter().map(build).collect()
 }
 
-/// Finds the process groups in which some ranks have entered a collective that other ranks have not
-/// entered, in training without a user program. A rank does not know whether its GPU has completed
+/// Finds, for a job without a user program, the process groups in which some ranks have entered a
+/// collective that other ranks have not entered. A rank does not know whether its GPU has completed
 /// a collective, but a collective that a rank has not entered is not complete.
 fn find_pending_builtin_collectives<'a>(
     ranks: &BTreeMap<Rank, &'a RankEvidence>,
@@ -132,8 +132,8 @@ fn find_pending_builtin_collectives<'a>(
     differing.map(|(group, (least, _))| (group, least.saturating_add(1))).collect()
 }
 
-/// Returns the sequence number of the first collective of a process group that a rank has entered
-/// and not completed.
+/// Returns the sequence number of the oldest collective of a process group that the rank has
+/// entered but not completed; `None` if there is none.
 fn find_pending_collective_seq(
     evidence: &RankEvidence,
     group: &str,
@@ -151,8 +151,8 @@ fn find_pending_collective_seq(
     (completed < enqueued).then_some(completed + 1)
 }
 
-/// Returns whether a rank has entered the collective with the sequence number `seq` of a process
-/// group; `None` if unknown.
+/// Returns whether a rank has entered the collective number `seq` of a process group; `None` if the
+/// evidence does not show this.
 fn has_entered_collective(evidence: &RankEvidence, group: &str, seq: i64) -> Option<bool> {
     let counted = evidence.groups.iter().find(|g| g.name == group).map(|g| g.enqueued);
     if find_last_entered_collective_seq(evidence, group).is_some_and(|last| last >= seq) {
@@ -164,8 +164,8 @@ fn has_entered_collective(evidence: &RankEvidence, group: &str, seq: i64) -> Opt
     is_known.then_some(false)
 }
 
-/// Returns the sequence number of the last collective of a process group that a rank has entered;
-/// `None` if unknown.
+/// Returns the sequence number of the collective that a rank has entered last in the process group
+/// `group`; `None` if the evidence does not contain this number.
 fn find_last_entered_collective_seq(evidence: &RankEvidence, group: &str) -> Option<i64> {
     let counted = evidence.groups.iter().find(|g| g.name == group).map(|g| g.enqueued);
     let recorded = evidence.entries.iter().filter(|e| e.group == group && !e.p2p).map(|e| e.seq).max();
@@ -183,8 +183,8 @@ fn strip_backend(operation: &str) -> &str {
     operation.split_once(':').map_or(operation, |(_, name)| name)
 }
 
-/// Returns the entry about a pending collective in the flight recorder of a rank (torch's list of
-/// its last collectives).
+/// Returns what torch's flight recorder (a list of recent collectives) of one rank contains about
+/// the given incomplete collective.
 fn find_flight_recorder_entry<'a>(
     p: &PendingCollective<'_>,
     evidence: &'a RankEvidence,
@@ -192,9 +192,9 @@ fn find_flight_recorder_entry<'a>(
     evidence.entries.iter().find(|e| e.group == p.group && e.seq == p.seq && !e.p2p)
 }
 
-/// Finds out whether the ranks that have entered a pending collective have called different
-/// collectives, or with different inputs. Returns the kind of the difference, and the different
-/// calls, that of most ranks first. Returns `None` if the calls are equal.
+/// Compares the calls of an incomplete collective by the ranks that have entered it, to find calls
+/// of different collectives or with different inputs. Returns the kind of the difference, and the
+/// different calls, that of most ranks first. Returns `None` if the calls are equal.
 fn compare_collective_calls(
     p: &PendingCollective<'_>,
     ranks: &BTreeMap<Rank, &RankEvidence>,
@@ -223,7 +223,7 @@ fn compare_collective_calls(
 }
 
 /// Describes a collective that the ranks `callers` have called: the operation, its inputs, and the
-/// place of the call in the user's program.
+/// stack frame of the call in the user's program.
 fn build_collective_call(
     callers: Vec<Rank>,
     entry: &CollectiveEntry,
@@ -245,8 +245,9 @@ fn build_collective_call(
     }
 }
 
-/// Describes how ranks have called the collective in which they wait: its operation and inputs, and
-/// the place of the call in the program. Returns `None` if no flight recorder has recorded it.
+/// Describes how those ranks that have entered an incomplete collective called it, from the flight
+/// recorder of the first such rank that has an entry about it. Returns `None` if no flight recorder
+/// has recorded it.
 fn build_entered_call(
     p: &PendingCollective<'_>,
     ranks: &BTreeMap<Rank, &RankEvidence>,
@@ -310,8 +311,8 @@ fn find_nccl_warning(evidence: &RankEvidence) -> Option<RankNcclWarning> {
     Some(RankNcclWarning { rank: evidence.rank, text })
 }
 
-/// Lists the GPU driver errors that an agent has collected for one rank of a hanging job, including
-/// errors without a known process.
+/// Lists the GPU driver errors of one rank's process, and those errors on the rank's host that the
+/// driver assigned to no known process.
 fn list_gpu_faults(evidence: &RankEvidence) -> Vec<RankGpuFault> {
     let of_rank = evidence.gpu_faults.iter().map(|fault| (false, fault));
     let of_host = evidence.host_gpu_faults.iter().map(|fault| (true, fault));

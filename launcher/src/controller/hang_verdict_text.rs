@@ -85,7 +85,8 @@ fn join_first_items<T>(items: &[T], format: impl Fn(&T) -> String) -> Option<Str
     (!texts.is_empty()).then(|| texts.join("; "))
 }
 
-/// Formats ranks, such as `rank 1` or `ranks 0-3,7`.
+/// Formats a list of rank numbers as ranges after the noun `rank` or `ranks`, such as `rank 1` or
+/// `ranks 0-3,7`.
 fn format_ranks_with_noun(ranks: &[Rank]) -> String {
     match ranks {
         [rank] => format!("rank {rank}"),
@@ -93,7 +94,7 @@ fn format_ranks_with_noun(ranks: &[Rank]) -> String {
     }
 }
 
-/// Returns `has` or `have`, as fits the number of ranks.
+/// Returns the verb of a sentence about these ranks: `has` for a single rank, and otherwise `have`.
 fn choose_has_or_have(ranks: &[Rank]) -> &'static str {
     if ranks.len() == 1 { "has" } else { "have" }
 }

@@ -46,8 +46,8 @@ impl FilteredHostfile {
     }
 }
 
-/// The result of evaluating a changed hostfile: notices for the user, and the hosts that the run
-/// uses after the change.
+/// What a changed hostfile means for the run: notices for the user, and the new list of the run's
+/// hosts.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct HostfileChange {
     /// Notices that describe the change, or its errors, to the user.
@@ -81,9 +81,9 @@ pub(super) struct HostfileWatch {
 }
 
 impl HostfileWatch {
-    /// Starts to watch the hostfile `file` for changes. `hosts` are the hosts of the run. Without a
-    /// hostfile, the watch reports no change. With `reports_first`, the present content counts as a
-    /// change.
+    /// Starts to watch the hostfile of a run, so that added and removed hosts are noticed while the
+    /// job runs. `hosts` are the hosts of the run. Without a hostfile, the watch reports no change.
+    /// With `reports_first`, the present content counts as a change.
     pub(super) fn start(
         file: Option<FilteredHostfile>,
         hosts: &[HostTarget],
@@ -118,9 +118,9 @@ impl HostfileWatch {
         }
     }
 
-    /// Compares a changed hostfile with `hosts`, the hosts of the run, and updates the number of
-    /// workers of each host whose entry has changed. The caller must append the added hosts of the
-    /// result to `hosts`.
+    /// Compares the new content of the job's hostfile with the hosts of the run, and returns the
+    /// hosts after the change with notices for the user. The caller must append the added hosts of
+    /// the result to `hosts`.
     ///
     /// If the hostfile cannot be read, is not valid or lists too many hosts, the result has a
     /// notice and no hosts, and `hosts` stays unchanged.

@@ -25,8 +25,8 @@ impl JobFile {
     }
 }
 
-/// The result of evaluating a changed job file: notices for the user, and the new values of keys
-/// that can change without a restart.
+/// What a changed job file means for the run: notices for the user, and the new values of keys that
+/// can change without a restart.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct JobFileChange {
     /// Notices that describe the change, or its errors, to the user.
@@ -44,8 +44,9 @@ pub(super) struct JobFileWatch {
 }
 
 impl JobFileWatch {
-    /// Starts to watch the job file `file` for changes. Without a job file, the watch reports no
-    /// change. With `reports_first`, the present content counts as a change.
+    /// Starts to watch the job file of a run, so that changes of this file can be applied while the
+    /// job runs. Without a job file, the watch reports no change. With `reports_first`, the present
+    /// content counts as a change.
     pub(super) fn start(file: Option<JobFile>, reports_first: bool) -> JobFileWatch {
         let watch = |file: JobFile| {
             let (path, job_file) = (file.path.clone(), file.clone());
@@ -68,8 +69,8 @@ impl JobFileWatch {
         }
     }
 
-    /// Compares the changed job file with `running`, the job that is running, to find the values
-    /// that can change without a restart. Returns the new values of keys that can be reloaded,
+    /// Compares the new content of the job file with the running job, and returns the new values of
+    /// keys that can change without a restart. Returns the new values of keys that can be reloaded,
     /// which the caller must apply, and notices for the user. Each changed key that is not
     /// reloadable is reported in a notice once. A file that cannot be read or is not valid results
     /// in a notice and no values.

@@ -40,8 +40,8 @@ use tokio::sync::{mpsc, oneshot};
 
 /// The format version that `job.json` contains.
 const JOB_FILE_VERSION: u32 = 1;
-/// The interval at which the journal (the files of a run's events and metrics) is synced to the
-/// disk, if it has grown.
+/// The shortest time between two syncs of the journal (the files of a run's events and metrics) to
+/// the disk, while the journal grows.
 const SYNC_INTERVAL: Duration = Duration::from_secs(1);
 /// How often the controller updates the modification time of the journal (the run's file of events)
 /// to show that the controller is alive. `launch ps` derives from this time how long a run is
@@ -53,8 +53,8 @@ const STALL_REPORT_DELAY: Duration = Duration::from_secs(5);
 /// How long the controller waits at the end of a run for writes to the journal (the run's file of
 /// events) on a stalled disk.
 const JOURNAL_CLOSE_TIMEOUT: Duration = Duration::from_secs(600);
-/// The number of messages of the journal thread about stored agent reports that can wait until the
-/// controller reads them.
+/// The largest number of messages in the channel through which the journal's thread informs the
+/// controller which reports of agents are on the disk.
 const STORED_REPORT_CHANNEL_CAPACITY: usize = 16;
 
 /// The content of `job.json`: the job of a run, without secrets, and the command that started it.
@@ -89,9 +89,9 @@ pub(super) struct Journal {
     is_deletion_reported: bool,
 }
 
-/// The channel on which the controller learns which reports of agents are on the disk, after which
-/// the agents can delete their copies. An item has the newest stored report of each sequence of
-/// reports.
+/// The receiving end of a channel through which the controller learns which reports of agents are
+/// on the disk, so that the agents can delete them. An item has the newest stored report of each
+/// sequence of reports.
 pub(super) type StoredReportReceiver = mpsc::Receiver<Vec<ReportId>>;
 
 impl Journal {
@@ -116,8 +116,8 @@ impl Journal {
         Ok((journal, stored))
     }
 
-    /// Opens the journal (the files of events and metrics) of a run whose controller was lost. The
-    /// journal accepts no events before [`Journal::take_over`].
+    /// Starts a journal (the writer of the run's events and metrics) for a run whose controller was
+    /// lost, and opens no files yet. The journal accepts no events before [`Journal::take_over`].
     pub(super) fn open_existing(run_dir: &Path) -> io::Result<(Journal, StoredReportReceiver)> {
         Journal::start_without_files(run_dir)
     }
@@ -168,8 +168,8 @@ impl Journal {
         Ok((journal, receiver))
     }
 
-    /// Locks and returns the open files of the journal, which are `None` until the journal has
-    /// opened them.
+    /// Locks the mutex that holds the open files of the journal (the run's events and metrics),
+    /// which contains `None` before they are opened.
     fn lock_open_files(&self) -> MutexGuard<'_, Option<JournalFiles>> {
         self.files.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -205,8 +205,8 @@ impl Journal {
         self.is_dirty = true;
     }
 
-    /// Queues `work`, a function that writes to the open journal files, on the thread that writes
-    /// the journal. Does nothing if the files are not open.
+    /// Runs the function `work` with the open files of the journal (the run's events and metrics)
+    /// on the journal's writer thread. Does nothing if the files are not open.
     fn run_with_files(
         &self,
         work: impl FnOnce(&mut JournalFiles, &mut dyn FnMut(&io::Error)) + Send + 'static,
@@ -291,9 +291,10 @@ impl Journal {
         });
     }
 
-    /// Does the work of the journal that is due about once a second, such as syncing its files, and
-    /// detects a stalled disk. Returns a notice for the user when a stall begins or ends, or when
-    /// the journal was deleted. The caller calls this function about once a second.
+    /// Performs the periodic work of the journal (the run's files of events and metrics), such as a
+    /// sync to disk, and detects a disk that stalls. Returns a notice for the user when a stall
+    /// begins or ends, or when the journal was deleted. The caller calls this function about once a
+    /// second.
     pub(super) fn perform_due_work(&mut self) -> Option<String> {
         let busy = self.thread.busy_time();
         if self.is_dirty && Instant::now() >= self.next_sync && busy < SYNC_INTERVAL {

@@ -7,6 +7,6 @@
 /// run share the number [`CONTROLLER_REPORT_STREAM`].
 pub(crate) type ReportId = (u64, u64);
 
-/// The sender number that all controllers of a run use for their events in the journal; agents use
-/// other numbers.
+/// The number that marks events from a controller of the run in the journal, where each agent has
+/// another number.
 pub(crate) const CONTROLLER_REPORT_STREAM: u64 = 0;

@@ -4,8 +4,8 @@ use protocol::exit;
 use serde::{Deserialize, Serialize};
 use std::{fmt, time::Duration};
 
-/// The pause before a job's first restart, and before each restart after training progress was
-/// made.
+/// The pause before the first restart of a job, and before a restart after an attempt that made
+/// progress in training.
 pub(crate) const FIRST_RESTART_PAUSE: Duration = Duration::from_secs(1);
 /// The number of restarts in a row without training progress after which a job with in-memory
 /// checkpoints (`checkpoint.memory`) is not restarted again.
@@ -17,8 +17,8 @@ pub(crate) const LONGEST_RESTART_PAUSE: Duration = Duration::from_secs(60);
 /// jitter prevents many jobs from restarting at the same moment.
 pub(crate) const MAX_JITTER: f64 = 0.2;
 
-/// The data about a failed attempt (one start of all workers) from which the restart policy
-/// decides, such as the last optimizer step.
+/// The end of an attempt (one start of all workers): its exit code, its last optimizer step, and
+/// whether it completed a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct AttemptEnd {
     /// The exit code that `launch` would have if the run ended after this attempt.
@@ -99,8 +99,8 @@ impl fmt::Display for NoRestartReason {
     }
 }
 
-/// The decision of the restart policy after a failed attempt: restart after a pause, or end the
-/// run.
+/// Whether the job is restarted after a failed attempt (one start of all workers), and after which
+/// pause, or why the run ends.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum RestartDecision {
     /// Restart the job after a pause of this length.

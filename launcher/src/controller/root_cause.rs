@@ -55,8 +55,9 @@ impl RootCause {
         self
     }
 
-    /// Changes the failure reason from the end of a process to a collective timeout, which made
-    /// torch end the process. A lack of memory or an error of a GPU remains the reason.
+    /// Changes the failure reason to a collective timeout if only the end of the process is known,
+    /// because torch ended the process after this timeout. A lack of memory or an error of a GPU
+    /// remains the reason.
     pub(crate) fn into_collective_timeout(mut self) -> Self {
         if self.is_process_end() {
             self.reason = FailureReason::CollectiveTimeout { verdict: None };
@@ -72,8 +73,8 @@ impl RootCause {
         matches!(self.reason, FailureReason::Exit { .. } | FailureReason::Signal { .. })
     }
 
-    /// Changes the failure reason to an unobserved failure of a peer, because torch lost its
-    /// connection to the peer.
+    /// Replaces the reason of this failure by the failure of another rank that launch has not
+    /// observed, because torch lost its connection to that rank.
     pub(crate) fn into_connection_loss(mut self, connection: LostConnection) -> Self {
         self.reason = FailureReason::AbortedByPeer;
         self.message = format!(
@@ -83,7 +84,8 @@ impl RootCause {
         self
     }
 
-    /// Adds a diagnostic, an error that explains the reason of the failure, to this root cause.
+    /// Adds an error message with a code and advice, which explains why the failure happened, to
+    /// this root cause.
     pub(crate) fn with_diagnostic(mut self, diagnostic: Diagnostic) -> Self {
         self.diagnostics.push(diagnostic);
         self
@@ -103,8 +105,8 @@ fn collect_diagnostic_help(diagnostic: &Diagnostic) -> Vec<String> {
     diagnostic.help().iter().cloned().chain(details).collect()
 }
 
-/// Returns the exit code of `launch` for a run whose training failed because a worker exited for
-/// the reason `exit`.
+/// Returns the exit code of `launch` for a run whose built-in training failed, from the way in
+/// which its worker exited.
 pub(crate) fn to_launch_exit_code(exit: WorkerExit) -> u8 {
     match exit {
         WorkerExit::BadJob => exit::USAGE,
@@ -278,8 +280,8 @@ impl AgentEnd {
         }
     }
 
-    /// Returns the failure reason of the run's attempt (start of all workers) after the agent of a
-    /// host has ended or was lost.
+    /// Returns the failure reason that the run reports because an agent ended or was lost, such as
+    /// that its remote host was lost.
     pub(crate) fn to_failure_reason(&self, agent: AgentLabel<'_>) -> FailureReason {
         let silent_s = match self {
             AgentEnd::NoHello { seconds }

@@ -32,8 +32,8 @@ pub(crate) struct RunRequest {
     pub(crate) prepare_resume: ResumePreparer,
 }
 
-/// A function that prepares the checkpoint from which the user's program resumes, and passes the
-/// checkpoint's path to the planned workers.
+/// A function that prepares the checkpoint from which a user's program resumes, and inserts the
+/// checkpoint's path into the environment and commands of the planned workers.
 pub(crate) type ResumePreparer = fn(&JobSpec, &mut Plan) -> diagnostic::Result<()>;
 
 /// The options of a controller that do not come from the job: output format, secrets, batch job,

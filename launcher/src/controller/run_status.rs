@@ -29,8 +29,8 @@ const MIN_THROTTLED_SHARE: f64 = 0.03;
 /// The smallest share of a measuring interval, from 0 to 1, for which a slow rank must wait for a
 /// free CPU to explain its slowness.
 const MIN_RUN_DELAY_SHARE: f64 = 0.05;
-/// The smallest number of pages per second that a slow rank must read from disks for these reads to
-/// count as the reason of the slowness.
+/// The rate of pages read from disk, in pages per second, from which on these reads count as the
+/// reason why a rank is slow.
 const MIN_MAJOR_FAULTS: f64 = 50.0;
 
 /// The newest measurements of a run: step times, usage of the hosts, and slow ranks. Holds a
@@ -48,7 +48,7 @@ pub(super) struct StatusKeeper {
     compared: BTreeMap<HostIndex, Vec<WorkerUsage>>,
 }
 
-/// The host on which a rank runs, and the rank's GPU.
+/// Where one rank runs: the name of its host, and the number of its GPU on this host.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct RankPlacement {
     /// The name of the host.
@@ -133,8 +133,8 @@ impl StatusKeeper {
         events
     }
 
-    /// Delays the report of a slow rank whose reason is unknown, until the next measurement of the
-    /// rank's host may show the reason. The rank may have become slow after the newest measurement
+    /// Holds back an event about a newly slow rank if the reason is unknown, until the next
+    /// measurement of the rank's host. The rank may have become slow after the newest measurement
     /// of its host, and the next one shows the reason. Returns whether the event is held back.
     /// [`StatusKeeper::add_host_usage`] returns it then.
     pub(super) fn hold_straggler_event(&mut self, event: &Event, time: f64) -> bool {
@@ -147,8 +147,8 @@ impl StatusKeeper {
         is_held
     }
 
-    /// Removes and returns the delayed reports about the rank in `event`, which must be published
-    /// before `event`.
+    /// Removes and returns the events about one slow rank that were held back, so that they are
+    /// reported before the newer event `event` about this rank.
     pub(super) fn take_held_events_before(&mut self, event: &Event) -> Vec<Event> {
         match event {
             Event::Straggler(report) => self.held_reports.take_rank(report.rank, report.kind),
@@ -182,8 +182,8 @@ impl StatusKeeper {
         changes.unwrap_or_default().into_iter().filter_map(to_event).collect()
     }
 
-    /// Returns an event for each slow rank to report that the rank is no longer slow, because the
-    /// workers have ended.
+    /// Returns one event for each rank that counts as slow, which reports the end of the slowness
+    /// because all workers have ended.
     pub(super) fn list_straggler_end_events(&self) -> Vec<Event> {
         let end = |report: &StragglerReport| {
             Event::Straggler(Box::new(StragglerReport { state: StragglerState::Recovered, ..report.clone() }))

@@ -23,7 +23,8 @@ pub(super) struct SignalReceiver {
     announcements: SignalAnnouncements,
 }
 
-/// Which signals to this process announce that the batch system is about to end the job.
+/// Whether SIGUSR1 and SIGTERM, sent to this process, mean that the batch system is about to end
+/// the job.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct SignalAnnouncements {
     /// Whether SIGUSR1 announces the time limit of the batch job.
@@ -43,8 +44,8 @@ pub(super) enum SignalEvent {
 }
 
 impl SignalEvent {
-    /// Creates the signal event that passes `input`, such as a stop request, to the controller's
-    /// state machine.
+    /// Creates a signal event, which makes the controller's state machine handle `input`, such as a
+    /// request to stop the run.
     fn from_input(input: ControllerInput) -> SignalEvent {
         SignalEvent::Request(Box::new(input))
     }
@@ -95,8 +96,8 @@ impl SignalReceiver {
     }
 }
 
-/// Returns what the controller does on a signal: the action that the user has assigned to the
-/// signal in `run.signals`.
+/// Converts the action that `run.signals` assigns to the received signal (save, save and stop, or
+/// ignore) to a request to the controller.
 fn interpret_signal(action: SignalAction, signal: Signal) -> SignalEvent {
     match action {
         SignalAction::Save => SignalEvent::from_input(ControllerInput::Save(signal as i32)),

@@ -41,9 +41,10 @@ impl StatusFile {
         Instant::now() >= self.next_write && self.thread.busy_time() == Duration::ZERO
     }
 
-    /// Queues a replacement of the status file in the directory `run_dir` by `status`. Never
-    /// blocks. A file that cannot be written is tried again with the next measurements, and the
-    /// journal reports the state of the disk.
+    /// Lets a separate thread write the measurements `status` to the status file in the run
+    /// directory `run_dir`, in place of the file's old content. Never blocks. A file that cannot be
+    /// written is tried again with the next measurements, and the journal reports the state of the
+    /// disk.
     pub(super) fn write(&mut self, run_dir: PathBuf, status: &RunMeasurements) {
         self.next_write = Instant::now() + self.interval;
         let Ok(bytes) = serde_json::to_vec(status) else { return };

@@ -28,9 +28,9 @@ const MAX_ACCELERATORS: usize = 1024;
 const UNSUPPORTED_DEVICE_PREFIXES: [&str; 7] =
     ["dxg", "nvhost-gpu", "nvmap", "cambricon_dev", "mtgpu.", "tcaicard", "accel"];
 
-/// Finds the accelerators (GPUs, NPUs, …) of this machine, in the order in which the runtime of
-/// each kind numbers them. The files are read below `root`. `variable` returns environment
-/// variables of this process.
+/// Finds the accelerators (GPUs, NPUs, …) of this machine, ordered within each kind as the vendor's
+/// runtime numbers them. The files are read below `root`. `variable` returns environment variables
+/// of this process.
 ///
 /// Accelerators that the control group of this process denies are left out, because the runtimes do
 /// not number them. With ConstrainDevices, a scheduler denies the GPUs of other jobs, and the
@@ -50,8 +50,8 @@ pub(super) fn discover_accelerators(
     })
 }
 
-/// Finds the accelerators of a machine from driver files in `/dev`, `/proc` and `/sys` below a root
-/// directory, which tests can replace. `mig_uuids` lists the UUIDs of MIG instances.
+/// Finds the accelerators of a machine from the files of their drivers in `/dev`, `/proc` and
+/// `/sys` below the root directory of `tree`. `mig_uuids` lists the UUIDs of MIG instances.
 fn discover_in_device_files(
     tree: &DeviceFiles<'_>,
     variable: &dyn Fn(&str) -> Option<String>,

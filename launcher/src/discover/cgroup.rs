@@ -99,8 +99,9 @@ pub(crate) fn read_throttled_us(root: &Path, pid: u32) -> Option<u64> {
     groups.lines().filter_map(of_line).max()
 }
 
-/// Returns the memory limit and the memory use, both in bytes, of the control group of this process
-/// with the lowest limit. Reads the files below `root`. Returns `None` if there is no limit.
+/// Returns the lowest memory limit of this process's control group and its parents, and the memory
+/// use of the group that has this limit, both in bytes. Reads the files below `root`. Returns
+/// `None` if there is no limit.
 pub(crate) fn read_memory_usage(root: &Path) -> Option<(u64, u64)> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
     let mount = root.join("sys/fs/cgroup");
@@ -125,8 +126,8 @@ pub(crate) fn read_memory_usage(root: &Path) -> Option<(u64, u64)> {
 }
 
 impl CgroupLimits {
-    /// Lowers the limits on CPU time and memory to those of one more control group where that
-    /// group's limits are lower.
+    /// Replaces a limit on CPU time or memory by that of another control group if the other group's
+    /// limit is lower.
     fn apply_lower_limits(&mut self, cpus: Option<f64>, memory: Option<u64>) {
         self.cpus = [self.cpus, cpus].into_iter().flatten().reduce(f64::min);
         let memory = memory.filter(|&m| m < MIN_UNLIMITED_BYTES_V1);

@@ -6,8 +6,8 @@ use std::{collections::BTreeMap, fs, path::Path};
 const ERROR_COUNTERS: [&str; 5] =
     ["rx_errors", "rx_crc_errors", "rx_missed_errors", "tx_errors", "collisions"];
 
-/// Reads the MTU, speed, driver and error counters of the network interface `selected` from
-/// `/sys/class/net` below the directory `root`. Properties that the kernel does not know are
+/// Reads the MTU, speed, driver and error counters of the network interface that `selected` names,
+/// from `/sys/class/net` below the directory `root`. Properties that the kernel does not know are
 /// `None`.
 pub(crate) fn inspect_interface(root: &Path, selected: &InterfaceAddress) -> NetworkInterface {
     let directory = root.join("sys/class/net").join(&selected.interface);

@@ -48,8 +48,8 @@ pub(crate) fn inspect_rdma(root: &Path) -> RdmaReport {
     }
 }
 
-/// Lists the entries of a directory whose names `selects` accepts, sorted by name with trailing
-/// numbers in numeric order. Returns nothing if the directory does not exist.
+/// Lists the paths of those entries of a directory that `selects` accepts by name, in the order of
+/// their names and trailing numbers. Returns nothing if the directory does not exist.
 fn list_entries_in_order(directory: &Path, selects: impl Fn(&str) -> bool) -> Vec<PathBuf> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();

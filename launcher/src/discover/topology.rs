@@ -7,8 +7,9 @@ use std::{collections::BTreeMap, fs, path::Path};
 /// ignored.
 const MAX_CPUS: usize = 16_384;
 
-/// Groups the CPUs with the numbers `allowed` by physical core and NUMA node, from the files in
-/// `/sys` below the directory `root`. A CPU whose files cannot be read becomes a core of NUMA node
+/// Groups the CPUs that this process may use (`allowed`) by physical core and NUMA node, from the
+/// files in `/sys` below the directory `root`. A CPU whose files cannot be read becomes a core of
+/// NUMA node
 /// 0.
 pub(super) fn read_topology(root: &Path, allowed: &[u32]) -> CpuTopology {
     let nodes = read_numa_node_by_cpu(root);
@@ -26,8 +27,8 @@ pub(super) fn read_topology(root: &Path, allowed: &[u32]) -> CpuTopology {
     }
 }
 
-/// Returns the NUMA node to which all CPUs `cpus` of this machine belong, or `None` if they belong
-/// to several nodes or only one exists.
+/// Returns the only NUMA node of the CPUs `cpus`, or `None` if the CPUs belong to several nodes or
+/// the machine has a single node.
 pub(crate) fn find_common_numa_node(cpus: &[u32]) -> Option<u32> {
     find_common_numa_node_in_root(Path::new("/"), cpus)
 }

@@ -19,8 +19,8 @@ use distributed_type::DistributedType;
 use jobspec::Document;
 use std::path::Path;
 
-/// The values of the key `distributed_type` in Accelerate's configuration, each with the kind of
-/// job (such as FSDP) for which it stands.
+/// The values of `distributed_type` in Accelerate's configuration that launch supports, each with
+/// the kind of job, such as FSDP, that it selects.
 const DISTRIBUTED_TYPES: &[(&str, DistributedType)] = &[
     ("NO", DistributedType::Single),
     ("MULTI_CPU", DistributedType::Cpu),
@@ -88,9 +88,9 @@ fn finish_job(
     }
 }
 
-/// Removes `compute_environment` and `distributed_type` from `keys`, the keys of Accelerate's
-/// configuration, and returns the kind of job (such as DeepSpeed or FSDP) that they describe. Fails
-/// if launch does not run this kind of job.
+/// Returns the kind of job, such as DeepSpeed or FSDP, that `distributed_type` in Accelerate's
+/// configuration selects, and marks the key as converted. Fails if launch does not run this kind of
+/// job.
 fn take_distributed_type(
     keys: &mut RemainingKeys<'_>,
     document: &Document,
@@ -143,9 +143,10 @@ fn set_mpi_hostfile(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, context:
     file.is_some()
 }
 
-/// Converts the number of processes, hosts and GPUs in Accelerate's configuration to keys of
-/// job.yaml. `kind` and `cpu` are the values of `distributed_type` and `use_cpu`. `named` states
-/// whether a hostfile of mpirun or `--hostfile` names the hosts. Returns the number of hosts.
+/// Converts the numbers of processes and hosts in Accelerate's configuration to keys of job.yaml,
+/// such as `cluster.workers_per_host`. `kind` and `cpu` are the values of `distributed_type` and
+/// `use_cpu`. `named` states whether a hostfile of mpirun or `--hostfile` names the hosts. Returns
+/// the number of hosts.
 fn set_processes(
     draft: &mut JobDraft,
     keys: &mut RemainingKeys<'_>,
@@ -215,8 +216,9 @@ fn set_gpus(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, cpu: bool) {
     }
 }
 
-/// Removes Accelerate's keys for jobs on several hosts, such as `machine_rank`, and adds a note for
-/// each key that has an effect in Accelerate. `machines` is the number of hosts.
+/// Removes keys for jobs on several hosts, such as `machine_rank`, from Accelerate's configuration,
+/// and adds a note about each value that Accelerate would use but launch ignores. `machines` is the
+/// number of hosts.
 fn take_multi_host_keys_with_notes(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, machines: i128) {
     let rank = keys.take_integer("machine_rank", 0);
     let backend = keys.take_text("rdzv_backend").filter(|b| b != "static");
@@ -257,8 +259,8 @@ fn set_master_port(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Removes the keys that only apply to TPUs from Accelerate's configuration, and adds a note for
-/// each whose value has an effect.
+/// Removes the keys for TPUs from Accelerate's configuration, and adds a note for the user about
+/// each key that is not empty or false.
 fn take_tpu_keys_with_notes(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     for key in TPU_KEYS {
         let Some(item) = keys.take(key) else { continue };

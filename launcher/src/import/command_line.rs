@@ -54,8 +54,8 @@ impl CommandLine {
         self.options.iter().rev().find(|(n, _)| *n == name).map(|(_, value)| value.as_str())
     }
 
-    /// Removes the option `name`, which has no value, from the parsed command line. Returns whether
-    /// the option was given.
+    /// Removes a flag, an option without a value, from the parsed command line, and returns whether
+    /// the flag was given. Returns whether the option was given.
     pub(super) fn take_flag(&mut self, name: &str) -> bool {
         self.take_last_value(name).is_some()
     }
@@ -124,8 +124,8 @@ impl CommandLineError {
 }
 
 impl OptionTable {
-    /// Parses the arguments of another launcher, whose options this table lists, into the options
-    /// and the program with its arguments. Fails if argparse would reject them.
+    /// Parses the command line of another launcher into its options, which this table lists, and
+    /// the program with its arguments. Fails if argparse would reject them.
     pub(super) fn parse(&self, args: &[String]) -> Result<CommandLine, CommandLineError> {
         let mut given = CommandLine { options: Vec::new(), program: Vec::new() };
         let mut args = args.iter();

@@ -53,9 +53,9 @@ pub(crate) fn convert_deepspeed_config(
     }
 }
 
-/// Sets `run.command` in the new job.yaml `draft` to the user's program and arguments, `words`. The
-/// program passes its DeepSpeed configuration `file` to DeepSpeed itself, so the configuration is
-/// not converted.
+/// Sets `run.command` in the new job.yaml to the user's program, which reads the DeepSpeed
+/// configuration file itself. The program passes its DeepSpeed configuration `file` to DeepSpeed
+/// itself, so the configuration is not converted.
 fn set_program(draft: &mut JobDraft, keys: RemainingKeys<'_>, words: &[String], file: &str) {
     let words = build_python_command(words);
     draft.set_required_key("run.command", &value_text::format_yaml_list(&words));
@@ -168,9 +168,9 @@ fn convert_batch(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, workers: Op
     }
 }
 
-/// Computes the default micro-batch size per worker for a DeepSpeed configuration that lacks this
-/// size but contains the global batch size. The result is the largest size that divides the global
-/// batch and that DeepSpeed's formula allows.
+/// Computes a micro-batch size per worker for a DeepSpeed configuration that sets the global batch
+/// size but no micro-batch size. The result is the largest size that divides the global batch and
+/// that DeepSpeed's formula allows.
 fn compute_default_micro_batch(global: i128, steps: Option<i128>, workers: Option<u64>) -> i128 {
     let each = global / steps.unwrap_or(1).max(1) / workers.map_or(1, i128::from).max(1);
     (1..=each.max(1)).rev().find(|micro| global % micro == 0).unwrap_or(1)

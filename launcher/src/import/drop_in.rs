@@ -47,8 +47,8 @@ impl<'a> DropInContext<'a> {
     }
 }
 
-/// How the program of another launcher's command line is started: as a Python script, as a Python
-/// module, or directly without Python.
+/// How a launcher such as torchrun starts the user's program: as a script of Python, as a module of
+/// Python, or directly.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct ProgramForm {
     /// Whether the program is the name of a Python module.
@@ -86,8 +86,8 @@ pub(super) fn create_unsupported_option_error(
     if help.is_empty() { error } else { error.with_help(help) }
 }
 
-/// Creates the error that launch rejects `option` of another launcher, because it is for jobs that
-/// users start on each host separately.
+/// Creates the error that launch does not support an option for starting another launcher, such as
+/// torchrun, on each host separately.
 pub(super) fn create_several_machines_error(program: &str, option: &str, reason: &str) -> Diagnostic {
     let help = "one launch starts all hosts over SSH or in a Slurm allocation: name them in `cluster.hosts` \
                 of a job.yaml; `launch run --nodes N --node-rank K -- PROGRAM` runs on each node";
@@ -104,13 +104,13 @@ pub(super) enum OptionEffect {
     Rejected(&'static str, &'static str),
 }
 
-/// A rule for an unsupported option of another launcher: its name, the values to accept silently,
-/// and the effect of other values.
+/// An option of another launcher that job.yaml cannot express: its name, the values that are
+/// ignored silently, and what other values cause.
 pub(super) type OptionRule = (&'static str, &'static [&'static str], OptionEffect);
 
-/// Removes the unsupported options that `rules` list from the parsed command line `given`, and adds
-/// a note or an error for each. Adds a note or an error for each option whose value is not one of
-/// the values that are accepted without a note.
+/// Removes the options in `rules`, which job.yaml cannot express, from the command line of another
+/// launcher, and reports them by notes or errors. Adds a note or an error for each option whose
+/// value is not one of the values that are accepted without a note.
 pub(super) fn apply_option_rules(
     draft: &mut JobDraft,
     errors: &mut ImportErrors,
@@ -241,8 +241,8 @@ pub(super) fn set_console_ranks(
     Ok(())
 }
 
-/// Parses torchrun's `--tee` or `--redirects` to one number per rank, which selects no stream (0),
-/// stdout (1), stderr (2) or both (3). Returns this code for each rank, or `None` for other text.
+/// Parses the value of torchrun's `--tee` or `--redirects` to one code per rank: 0 for no stream, 1
+/// for stdout, 2 for stderr, 3 for both. Returns this code for each rank, or `None` for other text.
 fn parse_streams(text: &str, workers: i64) -> Option<Vec<u8>> {
     let number = |text: &str| text.parse::<u8>().ok().filter(|n| *n <= 3 && text.len() == 1);
     if let Some(streams) = number(text) {

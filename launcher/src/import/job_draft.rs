@@ -6,8 +6,8 @@ use jobspec::{
 };
 use std::fmt::{self, Write};
 
-/// The largest number of times that an import loads its new job.yaml, each time without the keys
-/// that were rejected before. Each failed attempt removes at least one rejected key.
+/// The largest number of times that an import loads the new job.yaml to check it, where each
+/// failure removes the rejected keys. Each failed attempt removes at least one rejected key.
 const MAX_LOAD_ATTEMPTS: usize = 64;
 
 /// The result of converting another launcher's configuration or command line: a valid job.yaml, and
@@ -23,8 +23,8 @@ pub(crate) struct ImportedJob {
     pub(crate) nodes: Option<ImportedNodes>,
 }
 
-/// The nodes on which a user starts the command line of another launcher: their number, this node's
-/// number, and the rendezvous address.
+/// The nodes that a command line of another launcher, such as torchrun, describes: their number,
+/// this node's number, and the address of node 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ImportedNodes {
     /// The number of nodes.
@@ -86,15 +86,15 @@ struct DraftKey {
 }
 
 impl JobDraft {
-    /// Sets the key `path`, which every imported job needs, to the YAML value `yaml`. In contrast
-    /// to an imported key, [`Self::finish_job`] never removes this key.
+    /// Sets a key of the new job.yaml that an import always writes and never removes, to the YAML
+    /// value `yaml`. In contrast to an imported key, [`Self::finish_job`] never removes this key.
     pub(super) fn set_required_key(&mut self, path: &str, yaml: &str) {
         self.set_key(path, yaml.to_owned(), None);
     }
 
-    /// Sets the job.yaml key `path` to the YAML value `yaml`, which comes from the imported key
-    /// `from`. If the job is rejected because of the value, [`Self::finish_job`] removes the key
-    /// and adds a note.
+    /// Sets the job.yaml key `path` to a YAML value that was converted from the key or option
+    /// `from` of another launcher. If the job is rejected because of the value,
+    /// [`Self::finish_job`] removes the key and adds a note.
     pub(super) fn set_imported_key(&mut self, from: &str, path: &str, yaml: impl Into<String>) {
         self.set_key(path, yaml.into(), Some(from.to_owned()));
     }
@@ -124,7 +124,8 @@ impl JobDraft {
         self.add_note(NoteKind::NotConverted, from, reason.as_ref(), todo);
     }
 
-    /// Adds a note for the user about a key; its text is `text`, followed by the advice `todo`.
+    /// Adds a note for the user about one key: the statement `text`, followed by the advice `todo`
+    /// if it is not empty.
     fn add_note(&mut self, kind: NoteKind, key: &str, text: &str, todo: &str) {
         let end = if todo.is_empty() { String::new() } else { format!("; {todo}") };
         self.notes.push(ImportNote { kind, key: key.to_owned(), text: format!("{text}{end}") });
@@ -200,9 +201,9 @@ impl JobDraft {
     }
 }
 
-/// Returns the position of the key `path` in the documented order of job.yaml keys, by which the
-/// keys of a new job.yaml are sorted. For a path that is not in the table, such as `run.env.NAME`,
-/// returns the index of its nearest parent in the table.
+/// Returns the index of a job.yaml key in the documented list of all keys, by which the keys of a
+/// new job.yaml are sorted. For a path that is not in the table, such as `run.env.NAME`, returns
+/// the index of its nearest parent in the table.
 fn find_key_order(path: &str) -> usize {
     let mut path = path;
     loop {
@@ -216,9 +217,9 @@ fn find_key_order(path: &str) -> usize {
     }
 }
 
-/// Appends keys to YAML text as nested mappings, indented by two spaces for each of the `depth`
-/// outer mappings. `keys` contains the order, the path and the YAML value of each key, sorted by
-/// order.
+/// Appends the keys of a new job.yaml to a YAML text as nested mappings, with two more spaces of
+/// indentation at each level. `keys` contains the order, the path and the YAML value of each key,
+/// sorted by order.
 fn write_section(text: &mut String, keys: &[(usize, Vec<&str>, &str)], depth: usize) {
     let mut rest = keys;
     while let Some((_, path, yaml)) = rest.first() {

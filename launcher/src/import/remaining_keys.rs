@@ -37,8 +37,9 @@ impl<'d> RemainingKeys<'d> {
         if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) }
     }
 
-    /// Creates the error that the value of the imported key `key` has a wrong type; `expected`
-    /// describes the expected value. An empty `key` stands for the whole file.
+    /// Creates the error that the value of a key in an imported configuration file has a wrong
+    /// type, with the description `expected` of the right type. An empty `key` stands for the whole
+    /// file.
     fn type_error(&self, key: &str, item: &DocumentItem, expected: &str) -> Diagnostic {
         let path =
             if key.is_empty() { "the file".to_owned() } else { format!("`{}`", self.full_path_of_key(key)) };
@@ -55,17 +56,17 @@ impl<'d> RemainingKeys<'d> {
         self.errors.push(error);
     }
 
-    /// Removes the key `key` from the keys that remain to be converted, and returns its value.
-    /// Returns `None` if the key is absent or its value is `null`.
+    /// Returns the value of the key `key` of an imported configuration file, and marks the key as
+    /// converted. Returns `None` if the key is absent or its value is `null`.
     pub(super) fn take(&mut self, key: &str) -> Option<&'d DocumentItem> {
         let at = self.remaining.iter().position(|(name, _)| *name == key)?;
         let (_, item) = self.remaining.remove(at);
         (!matches!(item.value, DocumentValue::Null)).then_some(item)
     }
 
-    /// Removes the key `key` from the remaining keys, and returns its value, which must not be a
-    /// list or a mapping. Returns `None` if the key is absent. If the value is a list or a mapping,
-    /// records an error and returns `None`.
+    /// Returns the value of the key `key` of an imported configuration file, which must not be a
+    /// list or a mapping, and marks the key as converted. Returns `None` if the key is absent. If
+    /// the value is a list or a mapping, records an error and returns `None`.
     pub(super) fn take_scalar(&mut self, key: &str) -> Option<&'d DocumentItem> {
         let item = self.take(key)?;
         if matches!(item.value, DocumentValue::List(_) | DocumentValue::Map(_)) {
@@ -75,15 +76,15 @@ impl<'d> RemainingKeys<'d> {
         Some(item)
     }
 
-    /// Removes the key `key` from the remaining keys, and returns its scalar value as text in
-    /// Python's notation. A list or a mapping is recorded as an error.
+    /// Returns a scalar value of an imported configuration file as text in Python's notation, such
+    /// as `True`, and marks its key as converted. A list or a mapping is recorded as an error.
     pub(super) fn take_text(&mut self, key: &str) -> Option<String> {
         self.take_scalar(key).map(super::value_text::format_python_str)
     }
 
-    /// Removes the key `key` from the remaining keys, and returns its boolean value. Accepts quoted
-    /// booleans, and those of YAML 1.1 (`yes`, `no`, `on`, `off`). Any other value is recorded as
-    /// an error.
+    /// Returns the boolean value of the key `key` of an imported configuration file, and marks the
+    /// key as converted. Accepts quoted booleans, and those of YAML 1.1 (`yes`, `no`, `on`, `off`).
+    /// Any other value is recorded as an error.
     pub(super) fn take_boolean(&mut self, key: &str) -> Option<bool> {
         let item = self.take(key)?;
         let word = item.text.to_ascii_lowercase();
@@ -98,14 +99,14 @@ impl<'d> RemainingKeys<'d> {
         }
     }
 
-    /// Removes the key `key` from the remaining keys, and returns its integer value, from `min` to
-    /// `u32::MAX`. Any other value is recorded as an error.
+    /// Returns the value of a key of an imported configuration file, an integer from `min` to
+    /// `u32::MAX`, and marks the key as converted. Any other value is recorded as an error.
     pub(super) fn take_integer(&mut self, key: &str, min: i128) -> Option<i128> {
         self.take_integer_in_range(key, min, u32::MAX.into())
     }
 
-    /// Removes the key `key` from the remaining keys, and returns its integer value, from `min` to
-    /// `max`. Any other value is recorded as an error.
+    /// Returns the value of a key of an imported configuration file, an integer from `min` to
+    /// `max`, and marks the key as converted. Any other value is recorded as an error.
     pub(super) fn take_integer_in_range(&mut self, key: &str, min: i128, max: i128) -> Option<i128> {
         let item = self.take(key)?;
         let number = match item.value {
@@ -121,8 +122,8 @@ impl<'d> RemainingKeys<'d> {
         number
     }
 
-    /// Removes the key `key` from the remaining keys, and returns its value as a finite number. Any
-    /// other value is recorded as an error.
+    /// Returns the value of a key of an imported configuration file as a finite number, and marks
+    /// the key as converted. Any other value is recorded as an error.
     pub(super) fn take_number(&mut self, key: &str) -> Option<f64> {
         let item = self.take(key)?;
         let number = match item.value {
@@ -174,9 +175,9 @@ impl<'d> RemainingKeys<'d> {
         }
     }
 
-    /// Returns an empty mapping that stands for the section `key`, which is absent from the
-    /// imported file. Returns `None` if errors were recorded, because a key with a wrong value also
-    /// counts as absent.
+    /// Returns an empty section in place of the section `key`, which the imported configuration
+    /// file does not contain. Returns `None` if errors were recorded, because a key with a wrong
+    /// value also counts as absent.
     pub(super) fn create_empty_section(&self, key: &str) -> Option<RemainingKeys<'d>> {
         let path = self.full_path_of_key(key);
         // The key may be absent because its value had the wrong type, which was recorded.
@@ -189,7 +190,8 @@ impl<'d> RemainingKeys<'d> {
         })
     }
 
-    /// Returns the names of the keys that were not converted yet.
+    /// Returns the names of those keys of an imported configuration file or section that were not
+    /// converted to job.yaml yet.
     pub(super) fn remaining_names(&self) -> Vec<&'d str> {
         self.remaining.iter().map(|(key, _)| *key).collect()
     }

@@ -84,7 +84,8 @@ fn take_program_command(given: &mut CommandLine) -> Vec<String> {
     prefix.iter().map(|word| (*word).to_owned()).chain(given.program.iter().cloned()).collect()
 }
 
-/// Fails if an option of torchrun has a value that torchrun itself would reject.
+/// Checks the values of torchrun's options, and fails at the first value that torchrun would
+/// reject, such as text in place of a number.
 fn check_option_values(given: &CommandLine) -> Result<(), CommandLineError> {
     /// A function that returns whether torchrun accepts the value of an option.
     type ValuePredicate = fn(&str) -> bool;
@@ -186,7 +187,8 @@ fn set_workers(draft: &mut JobDraft, given: &mut CommandLine) {
     set_numa_binding(draft, given);
 }
 
-/// Converts torchrun's `--numa-binding` to a key of job.yaml.
+/// Converts torchrun's option `--numa-binding` to the job.yaml key `run.cpu_bind`, with a note if
+/// launch binds workers differently.
 fn set_numa_binding(draft: &mut JobDraft, given: &mut CommandLine) {
     let Some(binding) = given.take_last_value("numa-binding") else { return };
     let (bind, replacement) = match binding.as_str() {

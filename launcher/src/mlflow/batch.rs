@@ -6,8 +6,9 @@ use protocol::{
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// The number of metrics from which on a request to MLflow takes no further events. MLflow accepts
-/// 1,000 metrics, params and tags in one request, and a single event has fewer than 20 of them.
+/// The number of metrics in a request to MLflow from which on the next event of the run is put into
+/// a new request. MLflow accepts 1,000 metrics, params and tags in one request, and a single event
+/// has fewer than 20 of them.
 const METRICS_PER_FULL_BATCH: usize = 900;
 /// The largest number of parameters that one request to MLflow contains.
 const MAX_PARAMS: usize = 100;
@@ -47,14 +48,15 @@ impl Batch {
         !self.metrics.is_empty() || !self.tags.is_empty()
     }
 
-    /// Returns whether the batch has reached [`METRICS_PER_FULL_BATCH`], the number of metrics from
-    /// which on it takes no further events.
+    /// Returns whether the batch for MLflow has so many metrics that further events must go into
+    /// the next batch.
     pub(super) fn is_full(&self) -> bool {
         self.metrics.len() >= METRICS_PER_FULL_BATCH
     }
 
-    /// Adds metrics that belong to no optimizer step, such as resource usage, to the batch. Their
-    /// step in MLflow is `seconds`, the time since the start of the run.
+    /// Adds metrics without an optimizer step, such as resource usage, to the batch for MLflow,
+    /// with the seconds since the start of the run as the step. Their step in MLflow is `seconds`,
+    /// the time since the start of the run.
     pub(super) fn add_metrics_at_seconds(&mut self, values: Vec<(String, f64)>, time: f64, seconds: f64) {
         for (key, value) in values.into_iter().take(METRICS_PER_FULL_BATCH) {
             self.add_metric(&key, value, time, seconds as u64);
@@ -67,8 +69,8 @@ impl Batch {
         self.metrics.push(metric);
     }
 
-    /// Adds a tag with the name `launch.KEY` and the given value to the tags that are sent to
-    /// MLflow for the run.
+    /// Adds a tag of the run to the batch for MLflow, with the prefix `launch.` before the tag's
+    /// name `key`.
     fn add_tag(&mut self, key: &str, value: impl Into<String>) {
         self.tags.insert(format!("launch.{key}"), value.into());
     }
@@ -139,8 +141,9 @@ pub(super) fn format_tags(tags: &BTreeMap<String, String>) -> Vec<Value> {
         .collect()
 }
 
-/// Formats the parameters of a run as the bodies of requests to MLflow's `runs/log-batch`. Shortens
-/// long values, and leaves out keys that MLflow does not accept.
+/// Formats the parameters of a run as request bodies for MLflow's `runs/log-batch`, each with at
+/// most [`MAX_PARAMS`] parameters. Shortens long values, and leaves out keys that MLflow does not
+/// accept.
 pub(super) fn format_params(run_id: &str, params: &BTreeMap<String, String>) -> Vec<Value> {
     let accepted: Vec<Value> = params
         .iter()
@@ -156,7 +159,8 @@ fn is_valid_param_key(key: &str) -> bool {
     !key.is_empty() && key.len() <= MAX_KEY_BYTES && key.chars().all(is_accepted)
 }
 
-/// Shortens a text to at most `limit` bytes, and marks the shortened text.
+/// Shortens a text that is longer than `limit` bytes to this length, and ends the shortened text
+/// with [`ELLIPSIS`].
 fn shorten_to_bytes(text: &str, limit: usize) -> String {
     if text.len() <= limit {
         return text.to_owned();

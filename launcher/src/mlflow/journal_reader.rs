@@ -12,7 +12,8 @@ use std::{
 /// run's file of events). A longer line is not recorded.
 const CHUNK_BYTES: u64 = 1 << 20;
 
-/// The place in a run's journal (its file of events) up to which MLflow has recorded the run.
+/// The position in a run's journal (its file of events) before which all events were sent to
+/// MLflow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct JournalPosition {
     /// The number of bytes before the place.
@@ -37,9 +38,9 @@ impl JournalReader {
         JournalReader { path }
     }
 
-    /// Returns `position` if the journal (the run's file of events) still has the expected line
-    /// there, and otherwise the journal's start. Whatever is read twice is recorded twice, with
-    /// equal values.
+    /// Returns the stored position if the journal (the run's file of events) has not changed before
+    /// this position, and otherwise the start of the journal. Whatever is read twice is recorded
+    /// twice, with equal values.
     pub(super) fn resolve_position(&self, position: JournalPosition) -> io::Result<JournalPosition> {
         let mut file = open_own_file(&self.path)?;
         let is_possible = position.line_bytes <= position.offset.min(CHUNK_BYTES);

@@ -20,10 +20,11 @@ const POLL_INTERVAL: Duration = Duration::from_secs(2);
 const FIRST_RETRY_PAUSE: Duration = Duration::from_secs(1);
 /// The longest pause after a failed request to the MLflow server.
 const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(60);
-/// The pause after a failed request to the MLflow server once the run has ended.
+/// The pause between two attempts to reach the MLflow server after the run has ended and a request
+/// has failed.
 const FINAL_RETRY_PAUSE: Duration = Duration::from_millis(500);
-/// The number of consecutive failed requests after the end of a run from which on the rest of its
-/// data is not sent to MLflow.
+/// The number of failed requests in a row, after the end of a run, at which launch stops sending
+/// the run's data to MLflow.
 const MAX_FINAL_FAILURES: u32 = 4;
 /// The largest number of messages about MLflow, such as an outage of the server, that are shown to
 /// the user of one run. Further notices are dropped.
@@ -37,7 +38,8 @@ pub(crate) struct MlflowRecorder {
     uri: String,
 }
 
-/// The state that the thread which sends a run to MLflow shares with the controller.
+/// The data that the controller shares with the thread that sends the run to MLflow: a state behind
+/// a mutex, and a condition variable.
 #[derive(Debug, Default)]
 struct SharedRecorderState {
     state: Mutex<RecorderState>,
@@ -45,8 +47,8 @@ struct SharedRecorderState {
     changed: Condvar,
 }
 
-/// The state of the thread that sends a run to MLflow, such as whether it must end and which
-/// notices wait for the user.
+/// The state of the thread that sends a run to MLflow: whether the thread must end or has ended,
+/// and the notices for the user.
 #[derive(Debug, Default)]
 struct RecorderState {
     /// Whether the journal is complete, so that the thread ends once everything was sent.

@@ -21,7 +21,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const MAX_ANSWER_BYTES: u64 = 1 << 20;
 /// The size of the largest file with TLS certificates that is read, in bytes.
 const MAX_CERTIFICATES_BYTES: u64 = 8 << 20;
-/// The longest text of the MLflow server that is shown to the user, in characters.
+/// The largest number of characters of a text from the MLflow server, such as an error message,
+/// that the user sees.
 const MAX_SHOWN_CHARS: usize = 200;
 /// The HTTP status codes below 500 after which a request to the MLflow server is repeated later,
 /// such as 429 (too many requests).

@@ -23,7 +23,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The age from which on measurements of a host's usage are no longer sent to MLflow, in seconds.
+/// The largest age, in seconds, at which measurements of the hosts' resource usage are still sent
+/// to MLflow.
 const MAX_STATUS_AGE_S: f64 = 60.0;
 /// The largest size of the run's status file, which contains the newest measurements, in bytes.
 const MAX_STATUS_BYTES: u64 = 8 << 20;
@@ -59,8 +60,8 @@ pub(super) enum RecordError {
     Final(String),
 }
 
-/// The result of one call of [`RunRecorder::send_next`], such as a part of the run that was sent to
-/// MLflow or rejected by MLflow.
+/// What one call of [`RunRecorder::send_next`] has done: created the MLflow run, sent data, left
+/// out rejected data, or found nothing to send.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum SendProgress {
     /// The run of MLflow exists from now on. Contains the address of its page.
@@ -109,8 +110,8 @@ impl RunRecorder {
         RunRecorder { settings, run, journal, target: None, usage: UsageMetricsSchedule::new() }
     }
 
-    /// Sends the next part of the run to MLflow: creates the run there, or sends parameters, events
-    /// or the usage of hosts. After an error, the next call repeats the part.
+    /// Takes the next step to record this run with MLflow: creates the MLflow run, or sends
+    /// parameters, events or the usage of hosts. After an error, the next call repeats the part.
     pub(super) fn send_next(&mut self) -> Result<SendProgress, RecordError> {
         let Some((client, stored)) = &mut self.target else {
             let target = self.open_mlflow_run()?;
@@ -164,8 +165,8 @@ impl RunRecorder {
         })
     }
 
-    /// Connects to the MLflow server, and creates a run there or continues the one that the lost
-    /// controller of this run has created.
+    /// Connects to the MLflow server, and creates an MLflow run for this run or continues the
+    /// MLflow run of the lost controller.
     fn open_mlflow_run(&self) -> Result<(RestClient, StoredMlflowRun), RecordError> {
         let stored = match self.run.is_taken_over {
             true => StoredMlflowRun::read(&self.run.run_dir).map_err(to_unavailable_file_error)?,
@@ -216,8 +217,8 @@ impl RunRecorder {
         check_mlflow_id(id, "experiment")
     }
 
-    /// Creates a new run on the MLflow server, to which the data of this job's run will be sent.
-    /// Returns its ID.
+    /// Creates a run on the MLflow server for the data of this run of launch, with tags such as the
+    /// run ID and the hosts. Returns its ID.
     fn create_mlflow_run(&self, client: &RestClient, experiment: &str) -> Result<String, RecordError> {
         let user = nix::unistd::User::from_uid(nix::unistd::getuid()).ok().flatten();
         let user = user.map(|user| user.name).unwrap_or_default();
@@ -283,8 +284,8 @@ fn update_mlflow_run_state(
     Ok(())
 }
 
-/// Checks that the ID of a run or an experiment, which the MLflow server has sent, has a plausible
-/// form. IDs are parts of addresses that are shown.
+/// Returns the ID of a run or an experiment from an answer of the MLflow server, after checking its
+/// length and its characters. IDs are parts of addresses that are shown.
 fn check_mlflow_id(id: Option<&str>, kind: &str) -> Result<String, RecordError> {
     let is_id =
         |id: &&str| (1..=64).contains(&id.len()) && id.chars().all(|c| c.is_ascii_alphanumeric() || c == '-');

@@ -58,7 +58,7 @@ pub(crate) fn resolve_mlflow_settings(job: &JobSpec) -> Result<Option<MlflowSett
 }
 
 /// Reads the settings for recording a run with MLflow from job.yaml and from environment variables,
-/// which the function `read` looks up.
+/// whose values the function `read` returns.
 fn resolve_settings_with_env(
     job: &JobSpec,
     read: &dyn Fn(&str) -> Option<OsString>,
@@ -134,8 +134,8 @@ fn build_authorization(
     }
 }
 
-/// Builds the error that an environment variable of MLflow has a value that cannot be used.
-/// `reason` follows its name.
+/// Builds the error that a variable of MLflow's client has an unusable value, such as a value with
+/// several lines. `reason` follows its name.
 fn build_variable_error(name: &str, reason: &str) -> Diagnostic {
     let message = format!("the variable `{name}` {reason}");
     Diagnostic::error(host::ENV_VALUE_INVALID, message).with_field("variable", name)

@@ -1,5 +1,5 @@
-//! Defines [`StoredMlflowRun`], the content of the file `mlflow.json`, which names the MLflow run
-//! to which the data of a run are sent.
+//! Defines [`StoredMlflowRun`], the content of the file `mlflow.json`, which names the run on the
+//! MLflow server that gets the data of a run of launch.
 use super::journal_reader::JournalPosition;
 use crate::runs::{read_private_file, replace_file_without_sync, write_atomically};
 use serde::{Deserialize, Serialize};
@@ -66,8 +66,8 @@ impl StoredMlflowRun {
         write_atomically(run_dir, FILE_NAME, &serde_json::to_vec(self)?)
     }
 
-    /// Stores in `mlflow.json` up to which position in the journal (the run's file of events)
-    /// MLflow has received the events. If a crash undoes this, metrics are sent again.
+    /// Stores in `mlflow.json` how much of the journal (the run's file of events) was already sent
+    /// to MLflow. If a crash undoes this, metrics are sent again.
     pub(super) fn write_position(&self, run_dir: &Path) -> io::Result<()> {
         replace_file_without_sync(run_dir, FILE_NAME, &serde_json::to_vec(self)?)
     }

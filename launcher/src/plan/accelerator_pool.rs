@@ -38,22 +38,22 @@ impl<'a> AcceleratorPool<'a> {
         }
     }
 
-    /// Returns the names of all accelerators of the pool, as an environment variable such as
-    /// `CUDA_VISIBLE_DEVICES` contains them. An accelerator whose name is unknown has its position
+    /// Returns the numbers or UUIDs of all accelerators of the pool, by which a variable such as
+    /// `CUDA_VISIBLE_DEVICES` selects them. An accelerator whose name is unknown has its position
     /// as a placeholder.
     pub(super) fn names(&self) -> Vec<String> {
         let name = |index: usize| self.name_of_index(index).unwrap_or_else(|| index.to_string());
         (0..self.accelerators.len()).map(name).collect()
     }
 
-    /// Returns whether at least one accelerator has no known number or UUID by which a variable
-    /// such as `CUDA_VISIBLE_DEVICES` can select it.
+    /// Returns whether some accelerator of the pool cannot be selected by a variable such as
+    /// `CUDA_VISIBLE_DEVICES`, because its number or UUID is unknown.
     pub(super) fn has_unnamed_accelerator(&self) -> bool {
         (0..self.accelerators.len()).any(|index| self.name_of_index(index).is_none())
     }
 
-    /// Returns the name by which an environment variable such as `CUDA_VISIBLE_DEVICES` lists the
-    /// accelerator with the index `index`; `None` if unknown.
+    /// Returns the number or UUID that selects the accelerator at position `index` of this pool in
+    /// a variable such as `CUDA_VISIBLE_DEVICES`; `None` if it is unknown.
     fn name_of_index(&self, index: usize) -> Option<String> {
         let accelerator = self.accelerators[index];
         match self.kind {
@@ -79,10 +79,9 @@ impl<'a> AcceleratorPool<'a> {
         numbers.iter().map(name).collect()
     }
 
-    /// Returns the accelerators that the host's environment permits by a variable such as
-    /// `CUDA_VISIBLE_DEVICES`, as numbers or UUIDs without duplicates. Like the runtimes, ignores
-    /// the first invalid entry and everything after it. Returns `None` if no variable restricts the
-    /// accelerators.
+    /// Returns the numbers or UUIDs of the accelerators in the host's own value of a variable such
+    /// as `CUDA_VISIBLE_DEVICES`, without duplicates. Like the runtimes, ignores the first invalid
+    /// entry and everything after it. Returns `None` if no variable restricts the accelerators.
     pub(super) fn names_in_host_environment(&self) -> Option<Vec<String>> {
         let variable = |name: &str| find_variable(self.inventory, name);
         let list = match self.kind {
@@ -108,8 +107,8 @@ impl<'a> AcceleratorPool<'a> {
         Some(present.filter(|name| seen.insert(name.clone())).collect())
     }
 
-    /// Returns the accelerator of the pool whose number is the text `name`, or whose UUID begins
-    /// with it.
+    /// Returns the accelerator of the pool that the text `name` denotes, which is a number or the
+    /// beginning of a UUID.
     fn find_accelerator(&self, name: &str) -> Option<&'a Accelerator> {
         // Level Zero writes the tile T of the GPU G as `G.T`.
         let number = name.split_once('.').map_or(name, |(gpu, _)| gpu).parse::<u32>().ok();
@@ -143,8 +142,8 @@ impl<'a> AcceleratorPool<'a> {
             .with_help(format!("{unit}s count from 0"))
     }
 
-    /// Creates the error that the host has no accelerator, although the key `cluster.devices` of
-    /// job.yaml requires one.
+    /// Creates the error that the host has no accelerator of the kind that the value `devices` of
+    /// the job.yaml key `cluster.devices` requires.
     pub(super) fn no_accelerator_error(&self, devices: &DeviceSelection) -> Diagnostic {
         let (host, traits) = (&self.inventory.host, self.kind.traits());
         let value = if *devices == DeviceSelection::Cuda { "cuda" } else { traits.name };

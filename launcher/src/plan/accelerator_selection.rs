@@ -7,8 +7,8 @@ use jobspec::{
 };
 use protocol::{control::HostInventory, hardware::list_accelerator_kinds};
 
-/// The accelerators that a job uses on one host, and how they are distributed to the workers of the
-/// host.
+/// The accelerators of one host that a job uses, with the settings by which they are divided among
+/// the workers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct AcceleratorSelection {
     /// The kind of the accelerators.
@@ -111,8 +111,8 @@ fn build_hidden_selection(inventory: &HostInventory) -> diagnostic::Result<Accel
     Ok(AcceleratorSelection { hidden, ..AcceleratorSelection::default() })
 }
 
-/// Returns the kinds of accelerators on a host that the job can use, such as NVIDIA GPUs or Ascend
-/// NPUs, without duplicates.
+/// Returns those kinds of accelerators on a host, such as NVIDIA GPUs, among which the kind for the
+/// job is chosen.
 ///
 /// The built-in training uses only GPUs of NVIDIA. On a host with GPUs of NVIDIA, those of AMD are
 /// often graphics that are integrated in the CPU, so that they count only if a variable of AMD
@@ -135,9 +135,9 @@ fn list_usable_kinds(inventory: &HostInventory, trains: bool) -> Vec<Accelerator
     kinds
 }
 
-/// Chooses the kind of accelerators, such as NVIDIA GPUs, that a job uses on a host which has the
-/// kinds `kinds`. If there are several, the job or an environment variable that lists devices of
-/// one kind decides. Returns `None` if nothing decides.
+/// Chooses the kind of accelerators (such as NVIDIA GPUs) that a job uses on a host, from `kinds`,
+/// the kinds of accelerators on this host. If there are several, the job or an environment variable
+/// that lists devices of one kind decides. Returns `None` if nothing decides.
 fn choose_kind(
     devices: &DeviceSelection,
     kinds: &[AcceleratorKind],
@@ -257,15 +257,15 @@ impl AcceleratorSelection {
         self.kind.traits().unit
     }
 
-    /// Returns whether programs on the host can compute on CPUs only, because they see no
-    /// accelerator.
+    /// Returns whether programs on the host compute on CPUs, because the host has no accelerator or
+    /// the job hides all accelerators from them.
     pub(super) fn computes_on_cpus(&self) -> bool {
         let sees_nothing = self.names.is_empty() && self.mixed.is_empty() && !self.has_other_devices;
         !self.hidden.is_empty() || sees_nothing && !self.unknown
     }
 
-    /// Returns the number of workers that the selected accelerators of the host can serve: their
-    /// count, times the workers that may share each.
+    /// Returns how many workers can use the selected accelerators of a host: the number of
+    /// accelerators times the number of workers per accelerator.
     pub(super) fn worker_capacity(&self) -> usize {
         self.count() * self.workers_per_gpu.max(1) as usize
     }
@@ -276,8 +276,8 @@ impl AcceleratorSelection {
         (local_rank / self.workers_per_gpu.max(1)) as usize
     }
 
-    /// Returns the NUMA node of the accelerator that the worker with the local rank `local_rank`
-    /// uses; `None` if unknown or without an accelerator.
+    /// Returns the NUMA node of a worker's accelerator, or `None` if the node is unknown or the
+    /// worker has no accelerator.
     pub(super) fn numa_node_of_worker(&self, local_rank: u32) -> Option<u32> {
         self.numa_nodes.get(self.accelerator_index_of_worker(local_rank)).copied().flatten()
     }
@@ -295,9 +295,9 @@ impl AcceleratorSelection {
             .map_or_else(|| none.to_owned(), |name| format!("{kind} {name}"))
     }
 
-    /// Fails if the host has too few accelerators for `workers` workers, although the job requires
-    /// accelerators. Also fails if the workers cannot be assigned to them. Skips the check if no
-    /// accelerator is selected because those of the host are not known yet.
+    /// Fails if `workers` workers need more accelerators than the host has, by the job's settings
+    /// for sharing accelerators. Also fails if the workers cannot be assigned to them. Skips the
+    /// check if no accelerator is selected because those of the host are not known yet.
     pub(super) fn check_worker_count(
         &self,
         job: &JobSpec,
@@ -359,7 +359,8 @@ impl AcceleratorSelection {
         Ok(())
     }
 
-    /// Returns a warning if the host has fewer accelerators than workers of the user's program.
+    /// Returns a warning if several workers of the user's program must share an accelerator because
+    /// the host has fewer accelerators than workers.
     pub(super) fn find_shared_warning(&self, host: &str, workers: u32) -> Option<Diagnostic> {
         let count = self.count();
         if self.workers_per_gpu > 0 || count == 0 || workers as usize <= count {
@@ -375,16 +376,16 @@ impl AcceleratorSelection {
         Some(warning.with_help("use at most one worker for each, unless the program shares them"))
     }
 
-    /// Fails if the number of workers depends on the accelerators, but the host has several kinds
-    /// and the job does not choose one.
+    /// Fails if the host has accelerators of several kinds, such as GPUs of two vendors, and
+    /// neither the job nor the environment selects one kind.
     pub(super) fn check_single_kind(&self, inventory: &HostInventory) -> diagnostic::Result<()> {
         if self.mixed.is_empty() { Ok(()) } else { Err(mixed_kinds_error(&self.mixed, inventory)) }
     }
 
-    /// Returns the environment variables, such as `CUDA_VISIBLE_DEVICES`, that select the
-    /// accelerators of the worker with the local rank `local_rank`. The list is empty if the worker
-    /// inherits the accelerators of its agent. Built-in workers always get one GPU, so `policy`
-    /// only applies to programs.
+    /// Returns the environment variables, such as `CUDA_VISIBLE_DEVICES`, that make a worker see
+    /// only the accelerators that are meant for it. The list is empty if the worker inherits the
+    /// accelerators of its agent. Built-in workers always get one GPU, so `policy` only applies to
+    /// programs.
     pub(super) fn build_env(&self, policy: VisibleDevices, local_rank: u32) -> Vec<(&'static str, String)> {
         if !self.hidden.is_empty() {
             let mut env = vec![(CUDA_VISIBLE_DEVICES, String::new())];
@@ -412,9 +413,9 @@ impl AcceleratorSelection {
         }
     }
 
-    /// Returns the number of the GPU that a process of JAX is to use, among the GPUs that the
-    /// process sees. Returns `None` if the process is to use all of them: if it is the only one of
-    /// its host, sees a single GPU, or has no GPU for itself.
+    /// Returns which of its visible GPUs a worker that runs JAX is to use, as a number from 0.
+    /// Returns `None` if the process is to use all of them: if it is the only one of its host, sees
+    /// a single GPU, or has no GPU for itself.
     pub(super) fn jax_device_of_worker(
         &self,
         policy: VisibleDevices,

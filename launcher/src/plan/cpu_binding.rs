@@ -1,4 +1,5 @@
-//! [`assign_cpus`]: assigns the CPUs of a host to its workers, as `run.cpu_bind` requests.
+//! [`assign_cpus`]: assigns the CPUs of a host to the workers on this host, by the policy in
+//! `run.cpu_bind` (cores, NUMA nodes or none).
 use diagnostic::quantity::format_count;
 use jobspec::CpuBind;
 use protocol::{control::HostInventory, hardware::CpuCore};
@@ -13,8 +14,8 @@ pub(super) struct WorkerCpus {
     pub(super) threads: u32,
 }
 
-/// The error that a host has fewer CPUs than workers, although the job requires that each worker is
-/// bound to separate CPUs.
+/// The error that a host has too few CPUs to bind each of its workers to separate CPUs, as the job
+/// requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("cannot bind {} to {}", format_count(*workers, "worker"), format_count(*cpus, "CPU"))]
 pub(super) struct TooFewCpus {
@@ -58,9 +59,9 @@ pub(super) fn assign_cpus(
     }
 }
 
-/// Assigns to each worker all cores of its NUMA nodes, such as the node to which the worker's GPU
-/// is attached. Workers on the same nodes share the cores. Returns `None` if a worker would have no
-/// cores.
+/// Binds each worker of a host to all CPU cores of the NUMA nodes that are assigned to it, such as
+/// the node of its GPU. Workers on the same nodes share the cores. Returns `None` if a worker would
+/// have no cores.
 fn bind_to_numa_nodes(cores: &[&CpuCore], gpu_nodes: &[Option<u32>]) -> Option<Vec<WorkerCpus>> {
     let nodes = group_cores_by_node(cores);
     let assigned = assign_numa_nodes(&nodes, gpu_nodes);
@@ -103,8 +104,8 @@ fn bind_to_cores(cores: &[&CpuCore], gpu_nodes: &[Option<u32>]) -> Option<Vec<Wo
     Some(shares.into_iter().map(slot).collect())
 }
 
-/// Divides the CPU cores of a host into equal shares, one per worker, each taken from the NUMA
-/// nodes that are assigned to the worker. Returns `None` if a share would be empty.
+/// Gives each worker of a host an equal number of separate CPU cores, from the NUMA nodes that are
+/// assigned to this worker. Returns `None` if a share would be empty.
 fn divide_cores_within_nodes<'c>(
     units: &[&'c CpuCore],
     gpu_nodes: &[Option<u32>],

@@ -53,7 +53,8 @@ impl HangDetectionReason {
         }
     }
 
-    /// Describes why hangs are detected or not in words, for the text output of `launch plan`.
+    /// Describes in words, for the text output of `launch plan`, which setting or default decides
+    /// whether launch detects hangs of a job.
     pub(crate) fn describe(self) -> &'static str {
         match self {
             HangDetectionReason::Requested => "run.hang_timeout",

@@ -22,9 +22,9 @@ pub struct JobHost {
 }
 
 impl JobHost {
-    /// Returns the IP address at which the controller reached this host by SSH, or `None` for the
-    /// controller's machine and for hosts where users start launch themselves. There, sshd states
-    /// at which address the user reached them.
+    /// Returns the IP address of this host to which the controller connected by SSH; `None` for the
+    /// controller's machine and for nodes that joined by themselves. There, sshd states at which
+    /// address the user reached them.
     pub(super) fn reached_address(&self, hosts: &HostSelection) -> Option<IpAddr> {
         self.inventory.reached_address.filter(|_| !self.local && *hosts != HostSelection::Join)
     }

@@ -7,8 +7,8 @@ use diagnostic::{
 };
 use jobspec::JobSpec;
 
-/// The number of buffers for each copy of a worker's training state in a host's memory, so that one
-/// stays valid while another is written.
+/// The number of memory buffers for each in-memory copy of a worker's training state, of which one
+/// is valid while the other is written.
 const BUFFERS_PER_COPY: u64 = 2;
 
 /// The memory and network traffic, in bytes per host, that in-memory copies of the training state
@@ -28,9 +28,9 @@ pub(crate) struct MemoryCopyCost {
 }
 
 impl MemoryCopyCost {
-    /// Computes the bytes of memory and network traffic for in-memory copies of the training state,
-    /// for hosts with the given numbers of workers. `state_bytes` contains the size of the state of
-    /// each rank, in bytes. Returns `None` if the job keeps no memory copies.
+    /// Computes how much memory the in-memory copies of the training state need on each host, and
+    /// how much data they make each rank and host send. `state_bytes` contains the size of the
+    /// state of each rank, in bytes. Returns `None` if the job keeps no memory copies.
     pub(crate) fn compute(job: &JobSpec, workers: &[usize], state_bytes: &[u64]) -> Option<Self> {
         let spec = job.checkpoint.memory.as_ref().filter(|_| !state_bytes.is_empty())?;
         let mut rest = state_bytes.iter();

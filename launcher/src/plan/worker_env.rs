@@ -12,8 +12,8 @@ use std::{
     path::Path,
 };
 
-/// The value of the variable `JAX_COORDINATOR_ADDRESS` in a worker's environment as long as the
-/// address of JAX's coordinator is unknown.
+/// The preliminary value of `JAX_COORDINATOR_ADDRESS` in a worker's environment, which the address
+/// of JAX's coordinator replaces before the worker starts.
 const UNBOUND_ADDRESS_PLACEHOLDER: &str = "auto";
 /// The largest number of threads that `OMP_NUM_THREADS` may set for one worker.
 const MAX_THREADS: u32 = 4096;
@@ -99,8 +99,8 @@ pub(super) fn build_worker_env(
     added.chain(job.run.env.iter().cloned()).collect()
 }
 
-/// Returns default values of environment variables of Accelerate and JAX, which workers get unless
-/// the user sets these variables. Accelerate trains each worker alone on CPUs, unless a variable
+/// Returns variables for Accelerate and JAX with default values, each of which a worker gets if the
+/// user has not set the variable. Accelerate trains each worker alone on CPUs, unless a variable
 /// states that CPUs are intended. [`insert_rendezvous`] replaces the address of JAX's coordinator.
 fn build_framework_defaults(
     job_env: &SharedEnvValues<'_>,
@@ -131,8 +131,8 @@ fn uses_deepspeed(run: &RunSpec, inventory: &HostInventory) -> bool {
     run.local_rank_argument || is_reference || is_given
 }
 
-/// Returns the environment variables that make NCCL, Gloo and TensorPipe use the right network
-/// interface in a job on several hosts. Values of the user or of the host replace those of launch.
+/// Returns variables that make NCCL, Gloo and TensorPipe use the network interface of the job, if
+/// the job has several hosts. Values of the user or of the host replace those of launch.
 ///
 /// Unless the job names a network, NCCL selects the fastest interface itself, and Gloo and
 /// TensorPipe get the interface only if the controller reached the host through it. Any other
@@ -163,8 +163,8 @@ fn build_interface_defaults(job_env: &SharedEnvValues<'_>, host: &JobHost) -> Ve
     defaults
 }
 
-/// Inserts `MASTER_ADDR` and `MASTER_PORT` into a worker's environment `env`, and completes the
-/// address of JAX's coordinator unless the user has set it.
+/// Adds `MASTER_ADDR` and `MASTER_PORT` to a worker's environment, and sets the address of JAX's
+/// coordinator if the environment contains only a placeholder.
 pub(super) fn insert_rendezvous(env: &mut Vec<(String, String)>, address: String, port: String) {
     let coordinator =
         env.iter_mut().find(|(n, v)| n == env::JAX_COORDINATOR_ADDRESS && v == UNBOUND_ADDRESS_PLACEHOLDER);

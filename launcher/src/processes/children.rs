@@ -20,8 +20,8 @@ pub(crate) fn become_subreaper() -> io::Result<()> {
     Ok(prctl::set_child_subreaper(true)?)
 }
 
-/// Locks out other threads of this process from starting, reaping or killing child processes until
-/// the caller drops the lock.
+/// Returns a lock that prevents other threads of this process from starting, reaping or killing
+/// child processes while the caller holds it.
 ///
 /// Transports start processes on several threads. Without the lock, a process could be reaped, or
 /// killed as an unknown one, before its transport has listed it.
@@ -69,9 +69,9 @@ pub(crate) fn reap_children(
     }
 }
 
-/// Checks whether the child process `pid` has ended and, if so, kills the other processes of its
-/// process group and reaps the child. Returns the exit status, or `None` if the process has not
-/// ended. Does not block.
+/// Reaps the child process `pid` if it has ended, after killing the remaining processes of its
+/// process group, and returns its exit status. Returns the exit status, or `None` if the process
+/// has not ended. Does not block.
 pub(crate) fn reap_group_leader(pid: u32) -> Option<ExitStatus> {
     // SAFETY: waitid fills the zeroed siginfo, and neither blocks nor reaps.
     let has_ended = unsafe {
@@ -87,8 +87,8 @@ pub(crate) fn reap_group_leader(pid: u32) -> Option<ExitStatus> {
     reap_child(pid)
 }
 
-/// Reaps the child process with this pid, and returns its exit status. Returns `None` if the
-/// process has not ended. Does not block.
+/// Reaps the child process `pid` if it has ended, and returns its exit status. Returns `None` if
+/// the process has not ended. Does not block.
 fn reap_child(pid: u32) -> Option<ExitStatus> {
     let mut status = 0;
     // SAFETY: waits for a child without blocking; `status` is valid for writes.

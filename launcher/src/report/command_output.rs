@@ -1,5 +1,5 @@
-//! Writes the output of commands other than `launch run` to stdout and stderr, immediately and
-//! completely.
+//! Writes the output of commands such as `launch ps` to stdout and stderr, without the queue and
+//! the progress bar of `launch run`.
 use diagnostic::terminal_text::{escape_unprintable_in_json, filter_colored_text, filter_line, filter_text};
 use std::io::{self, IsTerminal, Write};
 
@@ -14,8 +14,9 @@ pub(crate) fn write_json(json: &str) -> io::Result<()> {
     ignore_closed_pipe(write_filtered_text(&escape_unprintable_in_json(json)))
 }
 
-/// Writes the text of a file to stdout. Only a terminal gets the text without unprintable
-/// characters. Returns `Ok` if stdout is a closed pipe.
+/// Writes the text of a file to stdout, and removes unprintable characters if stdout is a terminal.
+/// Only a terminal gets the text without unprintable characters. Returns `Ok` if stdout is a closed
+/// pipe.
 pub(crate) fn write_file_text(text: &str) -> io::Result<()> {
     match stdout_is_terminal() {
         true => write_text(text),
@@ -44,8 +45,8 @@ pub(crate) fn write_program_output(is_stderr: bool, bytes: &[u8]) -> io::Result<
     out.write_all(bytes).and_then(|()| out.flush())
 }
 
-/// Returns success instead of the error that stdout is a closed pipe. Returns any other result
-/// unchanged.
+/// Converts the error that the reader of stdout has closed the pipe to success, because a command
+/// may ignore this error. Returns any other result unchanged.
 fn ignore_closed_pipe(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
@@ -65,7 +66,8 @@ pub(crate) fn write_message(text: &str) {
     _ = io::stderr().lock().write_all(filter_colored_text(text).as_bytes());
 }
 
-/// Replaces the last line of the terminal on stderr by `text`. An empty text erases the line.
+/// Replaces the terminal line that contains the cursor by `text`, through stderr, for example to
+/// show progress. An empty text erases the line.
 pub(crate) fn redraw_line(text: &str) {
     _ = io::stderr().lock().write_all(format!("\r\x1b[K{}", filter_line(text)).as_bytes());
 }

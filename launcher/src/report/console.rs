@@ -7,7 +7,8 @@ use std::{
     time::Duration,
 };
 
-/// The time between two redraws of the progress bar while no new values arrive.
+/// The interval at which the progress bar is drawn again, so that the elapsed time stays current
+/// while no step ends.
 const REDRAW_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Writes to stdout and stderr, and draws a progress bar below the output on a terminal. After a
@@ -43,7 +44,8 @@ impl Console {
         self.bar.is_some()
     }
 
-    /// Shows in the progress bar that `done` of `total` training steps are finished.
+    /// Sets the numbers of finished and of all training steps in the progress bar, to `done` and
+    /// `total`.
     pub(super) fn set_total_steps(&mut self, total: u64, done: u64) {
         if let Some(bar) = &self.bar {
             bar.set_style(Self::make_bar_style("step {pos}/{len} {bar:20} {msg}"));
@@ -83,9 +85,9 @@ impl Console {
         self.write_to_stderr(&filter_colored_text(line));
     }
 
-    /// Writes an output line of a worker to stdout or, if `is_message` is set, to stderr. A
-    /// terminal gets no unprintable characters other than colors. Pipes and files get the bytes of
-    /// the worker.
+    /// Writes an output line of a worker, above the progress bar, to stderr if `is_message` is
+    /// true, and otherwise to stdout. A terminal gets no unprintable characters other than colors.
+    /// Pipes and files get the bytes of the worker.
     pub(super) fn write_worker_line(&mut self, line: &str, is_message: bool) {
         let to_terminal = if is_message { io::stderr().is_terminal() } else { io::stdout().is_terminal() };
         let line = if to_terminal { Cow::Owned(filter_colored_text(line)) } else { Cow::Borrowed(line) };
@@ -102,8 +104,8 @@ impl Console {
         }
     }
 
-    /// Erases the progress bar, calls `write`, which writes to the terminal, and draws the progress
-    /// bar again. Returns the result of `write`.
+    /// Writes output above the progress bar: erases the bar, calls the function `write` to write
+    /// the output, and draws the bar again. Returns the result of `write`.
     fn write_above_bar(&self, write: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         match &self.bar {
             Some(bar) => bar.suspend(write),

@@ -41,8 +41,8 @@ pub(super) struct Deduplicator {
 }
 
 impl Deduplicator {
-    /// Creates a deduplicator for output lines, where `shown_ranks` is the number of ranks whose
-    /// output is shown. With a single rank, lines never wait.
+    /// Creates a deduplicator without waiting lines for a run that shows the output of
+    /// `shown_ranks` ranks. With a single rank, lines never wait.
     pub(super) fn new(shown_ranks: usize) -> Self {
         Deduplicator { shown_ranks, ..Deduplicator::default() }
     }
@@ -78,8 +78,8 @@ impl Deduplicator {
         self.take_due_lines(now)
     }
 
-    /// Removes and returns the lines that have waited long enough at the time `now`, so that they
-    /// are shown.
+    /// Removes from the waiting lines those that need not wait for equal lines of other ranks any
+    /// longer at the time `now`, and returns them.
     ///
     /// A line is due if all ranks have printed the line or if the line has waited for
     /// [`MERGE_WINDOW`]. A due line still waits for older lines.
@@ -127,9 +127,9 @@ impl Deduplicator {
         self.waiting.get_mut(number.checked_sub(first)? as usize)
     }
 
-    /// Returns the number of the waiting line with which a new line of the rank `rank` can be
-    /// merged, because both texts are equal. This is the first waiting line with equal stream and
-    /// text that arrived after the last line of `rank`. Returns `None` if there is no such line.
+    /// Returns the number of the waiting output line with which a new line of a rank can be merged
+    /// because their texts are equal. This is the first waiting line with equal stream and text
+    /// that arrived after the last line of `rank`. Returns `None` if there is no such line.
     fn find_equal_line(&self, rank: Rank, stderr: bool, text: &str) -> Option<u64> {
         if self.shown_ranks < 2 {
             return None;

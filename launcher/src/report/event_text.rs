@@ -66,8 +66,8 @@ pub(crate) fn format_event(event: &Event) -> String {
     }
 }
 
-/// Formats the event [`Event::Resume`], which states the checkpoint or the in-memory copies from
-/// which a run resumes. Returns an empty text for other events.
+/// Formats the event that a run resumes from a checkpoint or from in-memory copies as one line,
+/// with the step and the origin. Returns an empty text for other events.
 fn format_resume(event: &Event) -> String {
     let Event::Resume { step, path, world, stage, source, reason } = event else { return String::new() };
     let stage = stage.map_or_else(String::new, |stage| format!(" at ZeRO stage {stage}"));
@@ -81,8 +81,8 @@ fn format_resume(event: &Event) -> String {
     format!("resuming at step {step} from {path}{writer}{reason}")
 }
 
-/// Formats the duration of a training step, and the shortest and longest times for which ranks work
-/// and wait in the step.
+/// Formats how long a training step took, and between which times, in seconds, the ranks worked and
+/// waited for other ranks.
 fn format_step_times(times: &StepTimesReport) -> String {
     let (work, waiting) = (&times.work_s, &times.waiting_s);
     format!(

@@ -7,8 +7,8 @@ use std::time::Duration;
 const LINES_PER_SECOND: f64 = 200.0;
 /// The largest number of output lines of workers that may be shown at once.
 const BURST_LINES: f64 = 2000.0;
-/// The shortest time between two reports of the number of omitted output lines while all lines are
-/// omitted.
+/// The shortest time between two messages with the number of omitted output lines, as long as every
+/// new line is omitted, too.
 const OMISSION_REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Limits how many output lines of workers are shown per second (a token bucket), and counts the
@@ -34,7 +34,8 @@ pub(super) enum LineDecision {
 }
 
 impl LineRateLimit {
-    /// Creates a limit that admits [`BURST_LINES`] lines at once.
+    /// Creates a limit on the rate of output lines, which first lets [`BURST_LINES`] lines through
+    /// without a pause.
     pub(super) fn new() -> Self {
         LineRateLimit {
             tokens: BURST_LINES,

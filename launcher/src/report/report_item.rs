@@ -6,8 +6,8 @@ use jobspec::ids::Rank;
 use protocol::event::{Event, EventSchema, WorkerPhase};
 use std::path::PathBuf;
 
-/// The options by which a run is shown to the user, such as JSON output, and the numbers of workers
-/// and hosts.
+/// How a run is shown to the user, for example as JSON, with the properties of the run that the
+/// output needs, such as its number of workers.
 #[derive(Clone, Debug)]
 pub(crate) struct ReportConfig {
     /// The schema in which events are printed to stdout as JSON lines; `None` without `--json`.

@@ -22,8 +22,9 @@ const QUEUE_CAPACITY: usize = 1 << 16;
 /// The largest number of output lines of workers that wait for the thread that shows the run to the
 /// user.
 const MAX_QUEUED_LINES: usize = 2048;
-/// How long the controller waits at the end of a run for a terminal or pipe that accepts no output.
-/// After that, the remaining output is dropped. A pager and a paused terminal accept no output.
+/// How long the controller waits at the end of a run while the terminal or pipe does not accept the
+/// remaining output. After that, the remaining output is dropped. A pager and a paused terminal
+/// accept no output.
 const STUCK_OUTPUT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The handle of the thread that shows a run to the user. Only [`Reporter::finish`] blocks.
@@ -37,8 +38,8 @@ pub(crate) struct Reporter {
     dropped: u64,
 }
 
-/// The numbers of shown items and of waiting output lines, which the reporting thread shares with
-/// the controller.
+/// Two counters that the controller and the thread that shows the run share: the items shown so
+/// far, and the output lines in the queue.
 #[derive(Debug, Default)]
 struct ReportCounters {
     /// The number of items that the reporting thread has shown.
@@ -90,8 +91,8 @@ impl Reporter {
         self.enqueue(ReportItem::Event(event));
     }
 
-    /// Queues an event of an earlier controller, which is shown to the user but never printed as
-    /// JSON.
+    /// Queues an event from an earlier controller of the run, which is shown to the user as text
+    /// only, and never as JSON.
     pub(crate) fn show_event_of_earlier_controller(&mut self, event: Event) {
         self.enqueue(ReportItem::Context(event));
     }
@@ -139,8 +140,9 @@ impl Reporter {
         sent
     }
 
-    /// Shows the final messages at the end of the run. Blocks until all queued items are written,
-    /// or until stdout and stderr have accepted no output for [`STUCK_OUTPUT_TIMEOUT`].
+    /// Shows the final messages of a run to the user, and waits until the whole output of the run
+    /// is written. Blocks until all queued items are written, or until stdout and stderr have
+    /// accepted no output for [`STUCK_OUTPUT_TIMEOUT`].
     pub(crate) fn finish(mut self, summary: RunSummary) {
         self.enqueue(ReportItem::Message(String::new())); // reports dropped lines
         let mut item = ReportItem::Finish(summary);

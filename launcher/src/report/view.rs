@@ -25,17 +25,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time since the last printed training step after which the next step is printed in any case.
-/// After this time, the next step gets a line, even if the step is not one of the
-/// [`STEP_LINE_COUNT`]. Applies only without a progress bar.
+/// The time since the last printed step line after which a run without a progress bar prints the
+/// next training step in any case. After this time, the next step gets a line, even if the step is
+/// not one of the [`STEP_LINE_COUNT`]. Applies only without a progress bar.
 const STEP_LINE_INTERVAL: Duration = Duration::from_secs(10);
 /// The approximate number of lines about training steps that are shown during a run without a
 /// progress bar.
 const STEP_LINE_COUNT: u64 = 20;
 /// The time constant of the exponential average of step durations, in seconds.
 const STEP_TIME_AVERAGING_SECONDS: f64 = 10.0;
-/// The smallest share of a step's duration, from 0 to 1, that is shown to the user as time in which
-/// computation waits for collectives. Smaller shares are omitted.
+/// The smallest share of a step's duration, from 0 to 1, at which the time spent waiting for
+/// collectives is shown to the user. Smaller shares are omitted.
 const MIN_SHOWN_EXPOSED_SHARE: f64 = 0.05;
 
 /// The state from which a run is shown on the console, such as the newest step, the losses and the
@@ -92,8 +92,9 @@ impl RunView {
         view
     }
 
-    /// Shows an item from the queue, such as an event or an output line, on the console. Before an
-    /// event, a message or the summary, shows all lines that wait for equal lines of other ranks.
+    /// Shows an event, an output line, a message or another item from the reporting thread's queue
+    /// on the console. Before an event, a message or the summary, shows all lines that wait for
+    /// equal lines of other ranks.
     pub(super) fn show_item(&mut self, item: ReportItem) {
         // Lines that arrived before an event must be shown before the event.
         if !matches!(item, ReportItem::Line { .. } | ReportItem::Progress { .. }) {
@@ -131,8 +132,8 @@ impl RunView {
         }
     }
 
-    /// Returns the time until the next waiting output line is due, at which
-    /// [`RunView::show_due_lines`] must be called. Returns `None` if no line is waiting.
+    /// Returns how long the caller must wait before it calls [`RunView::show_due_lines`], which
+    /// shows the oldest waiting output line. Returns `None` if no line is waiting.
     pub(super) fn time_to_deadline(&self) -> Option<Duration> {
         self.dedup.next_line_deadline().map(|at| at.saturating_sub(self.started_at.elapsed()))
     }
@@ -160,8 +161,8 @@ impl RunView {
         self.console.write_stderr_line(&format!("[{lines} omitted here; {logs} has the complete output]"));
     }
 
-    /// Writes an output line of a worker to the console, after `prefix`, the numbers of its ranks.
-    /// `stderr` is whether the worker printed the line to stderr.
+    /// Writes a worker's output line to the console after `prefix`, a text with the numbers of the
+    /// ranks that printed the line. `stderr` is whether the worker printed the line to stderr.
     ///
     /// A line that the user's program printed to its stdout is written to stdout, unless stdout
     /// carries JSON events. All other lines, and all lines of the built-in runtime, are written to
@@ -226,8 +227,8 @@ impl RunView {
         }
     }
 
-    /// Stores the values of an event that the progress bar or the final messages need, such as the
-    /// path of a checkpoint.
+    /// Stores those values of an event that are shown later in the progress bar or the final
+    /// messages, such as a checkpoint's path.
     fn update_summary_state(&mut self, event: &Event) {
         match event {
             Event::Ready { step, total_steps, .. } => {
@@ -367,8 +368,8 @@ impl RunView {
         self.show_file_paths(summary);
     }
 
-    /// Describes how a rank ended after another rank, or a host, had caused the failure of the job.
-    /// Names the host of the rank if the run has several hosts.
+    /// Describes how a rank ended that did not cause the failure of the job, with its host if the
+    /// run has several hosts. Names the host of the rank if the run has several hosts.
     fn format_peer_end(&self, peer: &PeerWorkerEnd) -> String {
         if self.config.hosts > 1 { format!("{} (on {})", peer.end, peer.host) } else { peer.end.to_string() }
     }

@@ -15,8 +15,8 @@ pub(crate) fn write_atomically(directory: &Path, name: &str, bytes: &[u8]) -> io
     write_with_mode(directory, name, bytes, PRIVATE_FILE_MODE)
 }
 
-/// Replaces a file atomically but without fsync, so that a crash of the machine may leave its old
-/// content or an empty file. Only the user can read the file.
+/// Replaces a file by a new one with the content `bytes`, atomically but without fsync, so that a
+/// crash of the machine may leave an empty file. Only the user can read the file.
 pub(crate) fn replace_file_without_sync(directory: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     let temporary = create_temporary_file(directory, name, bytes, PRIVATE_FILE_MODE)?.1;
     fs::rename(&temporary, directory.join(name))
@@ -40,8 +40,8 @@ fn write_with_mode(directory: &Path, name: &str, bytes: &[u8], mode: u32) -> io:
     File::open(directory)?.sync_all()
 }
 
-/// Writes `bytes` to a new temporary file in `directory`; the caller then renames this file to
-/// `name`. Returns the file and its path.
+/// Creates a temporary file with the content `bytes` in `directory`, which the caller then renames
+/// to the file name `name`. Returns the file and its path.
 fn create_temporary_file(
     directory: &Path,
     name: &str,

@@ -1,5 +1,5 @@
-//! Defines [`open_controller_handle`], which opens a pidfd of the process that controls a run,
-//! after checking that this process has the run's journal open.
+//! Defines [`open_controller_handle`], which opens a pidfd of a run's controller, and checks by its
+//! open files that the process is this controller.
 use super::{
     process_identity::ProcessHandle,
     registry::{JOURNAL_FILE, RunRecord},

@@ -16,11 +16,12 @@ use std::{
     },
 };
 
-/// The number of possible socket names per run, of which another user cannot easily occupy all.
+/// The number of socket names among which the controller of a run can choose, so that another user
+/// cannot easily occupy all of them.
 const SOCKET_NAME_COUNT: u32 = 16;
 
-/// Returns the abstract Unix socket addresses at which a run's controller may listen, in the order
-/// in which they are tried.
+/// Returns the abstract Unix socket addresses that the controller of the run `run` tries in turn,
+/// each a hash of the run ID and the controller's process.
 fn list_socket_addresses(
     run: &str,
     controller: &ProcessIdentity,

@@ -37,14 +37,14 @@ impl ProcessIdentity {
         Ok(ProcessIdentity { host: read_host_name(), boot: read_boot_id(), pid, start_ticks })
     }
 
-    /// Returns whether the identified process was started on a machine with the host name of this
-    /// machine.
+    /// Returns whether the process with this identity was started on this machine, by comparing
+    /// host names.
     pub(crate) fn is_on_this_host(&self) -> bool {
         self.host == read_host_name()
     }
 
-    /// Returns whether the identified process was started on this machine since the machine last
-    /// booted.
+    /// Returns whether the process with this identity was started on this machine after the
+    /// machine's last boot.
     pub(crate) fn is_on_this_boot(&self) -> bool {
         self.is_on_this_host() && self.boot == read_boot_id()
     }
@@ -72,22 +72,22 @@ impl ProcessIdentity {
         }
     }
 
-    /// For tests: returns the identity of another process that got the same pid on this machine
-    /// later.
+    /// Returns, for tests, the identity of a process that was started later on this machine with
+    /// the pid of this process.
     #[cfg(test)]
     pub(crate) fn with_other_start(&self) -> ProcessIdentity {
         ProcessIdentity { start_ticks: self.start_ticks + 1, ..self.clone() }
     }
 
-    /// For tests: returns the identity of a process that had the same pid and start time before
-    /// this machine's last boot.
+    /// Returns, for tests, the identity of a process with this pid and start time that ran before
+    /// the last boot of this machine.
     #[cfg(test)]
     pub(crate) fn with_other_boot(&self) -> ProcessIdentity {
         ProcessIdentity { boot: "earlier".into(), ..self.clone() }
     }
 
-    /// For tests: returns the identity of a process that has the same pid and start time, but runs
-    /// on another machine.
+    /// Returns, for tests, the identity of a process with this pid and start time on another
+    /// machine.
     #[cfg(test)]
     pub(crate) fn with_other_host(&self) -> ProcessIdentity {
         ProcessIdentity { host: "another".into(), ..self.clone() }

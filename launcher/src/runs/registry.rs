@@ -27,8 +27,8 @@ pub(crate) const JOURNAL_FILE: &str = "events.jsonl";
 /// The largest size, in bytes, of a valid `run.json`, the file that describes a run and its
 /// controller. A longer file is not a valid record.
 const MAX_RECORD_BYTES: u64 = 256 << 10;
-/// The largest number of times that `run.json` is read until it is valid, because another process
-/// may be replacing the file. A controller that takes over a run replaces the file, and a file that
+/// The largest number of attempts to read a valid `run.json`, because a controller may be replacing
+/// this file during a read. A controller that takes over a run replaces the file, and a file that
 /// is being replaced looks like that of another run.
 const MAX_RECORD_READS: usize = 3;
 /// The longest run ID, in bytes, that is accepted in `run.json`, the file that describes a run.
@@ -40,7 +40,7 @@ const MAX_NAME_BYTES: usize = 128;
 const MAX_RECORDS: usize = 500;
 /// The largest number of entries of one directory that are read when runs are searched.
 const MAX_DIR_ENTRIES: usize = 10_000;
-/// The time added to `run.controller_timeout` after which a run without a controller counts as
+/// The time that is added to `run.controller_timeout` before a run without a controller counts as
 /// lost. The margin is needed because a controller updates the modification time of its journal
 /// only from time to time.
 const UNATTENDED_MARGIN: Duration = Duration::from_secs(60);
@@ -152,8 +152,9 @@ pub(crate) fn register_takeover(run_dir: &Path) -> io::Result<()> {
     write_record(&RunRecord { controller: ProcessIdentity::current()?, ..record })
 }
 
-/// Writes `run.json`, the description of a run, and adds a link to it to the directory that lists
-/// this user's runs. Removes the oldest links of other runs if there are too many.
+/// Writes a run's description to `run.json` in its run directory, and links this file from the
+/// directory that lists this user's runs. Removes the oldest links of other runs if there are too
+/// many.
 fn write_record(record: &RunRecord) -> io::Result<()> {
     write_atomically(&record.run_dir, "run.json", &serde_json::to_vec_pretty(record)?)?;
     let Some(directory) = resolve_state_dir() else { return Ok(()) };
@@ -198,8 +199,8 @@ fn list_json_files(directory: &Path) -> Vec<PathBuf> {
     entries.filter(|path| path.extension().is_some_and(|e| e == "json") && visible(path)).collect()
 }
 
-/// Loads all runs that this user's state directory or the directory `runs` below `base` contains,
-/// sorted from newest to oldest. Skips unreadable records.
+/// Returns all runs of this user's state directory and of the directory `runs` below `base`, from
+/// the newest to the oldest run. Skips unreadable records.
 pub(crate) fn list_runs(base: &Path) -> Vec<Run> {
     let mut records: BTreeMap<String, RunRecord> = BTreeMap::new();
     let linked = resolve_state_dir().map(|d| list_json_files(&d)).unwrap_or_default();
@@ -215,8 +216,8 @@ pub(crate) fn list_runs(base: &Path) -> Vec<Run> {
     runs
 }
 
-/// Loads the description and the state of the run whose run directory is `directory`. Returns
-/// `None` if the directory has no valid `run.json`.
+/// Returns the description and the state of the run with the run directory `directory`, from its
+/// `run.json` and its journal. Returns `None` if the directory has no valid `run.json`.
 pub(crate) fn load_run_in_directory(directory: &Path) -> Option<Run> {
     read_record(&directory.join("run.json")).map(load_run)
 }
@@ -280,8 +281,8 @@ pub(crate) fn load_run(record: RunRecord) -> Run {
     Run { record, state, step }
 }
 
-/// What the end of a run's journal (its file of events) shows: the last step, the end of the run,
-/// and the time of the last change.
+/// What the last part of a run's journal (its file of events) shows: the last optimizer step, how
+/// the run ended, and when the file last changed.
 #[derive(Debug, Default, PartialEq)]
 struct JournalEnd {
     /// The last optimizer step; `None` if the end of the journal records none.
@@ -315,8 +316,8 @@ fn read_journal_end(journal: &Path) -> JournalEnd {
     journal
 }
 
-/// Returns the path of the file in the state directory that stores the end of a run whose journal
-/// (file of events) was not writable.
+/// Returns the path of the file in which the end of the run `run` is stored if its journal (file of
+/// events) was not writable.
 fn resolve_run_end_path(run: &str) -> Option<PathBuf> {
     Some(resolve_state_dir()?.join(format!("{run}.end")))
 }

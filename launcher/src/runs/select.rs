@@ -17,8 +17,8 @@ pub(crate) enum RunFilter {
     Unattended,
 }
 
-/// The reason why a command line does not select exactly one run, such as several active runs
-/// without a name.
+/// Why a command such as `launch logs` cannot determine which run is meant, for example because
+/// several runs are active.
 #[derive(Debug, PartialEq, thiserror::Error)]
 pub(crate) enum RunSelectionError<'r> {
     /// There is no run at all.
@@ -51,8 +51,8 @@ pub(crate) enum RunSelectionError<'r> {
 }
 
 impl RunSelectionError<'_> {
-    /// Returns the runs among which the user must choose, if more than one matches the command
-    /// line. Returns an empty slice for other errors.
+    /// Returns the runs that all match the user's command line, among which the user must choose
+    /// one, or an empty list for other errors. Returns an empty slice for other errors.
     pub(crate) fn ambiguous_runs(&self) -> &[&Run] {
         match self {
             RunSelectionError::NoRuns
@@ -138,9 +138,9 @@ fn select_unattended_run(runs: &[Run]) -> Result<&Run, RunSelectionError<'_>> {
     }
 }
 
-/// Selects the only run that was started on another machine, for a command that finds no active run
-/// on this machine. [`select_run`] calls this function if no run is active on this machine. The
-/// command then reports an error that names the other machine.
+/// Returns the only run whose controller was started on another machine, so that the command can
+/// report an error with the name of that machine. [`select_run`] calls this function if no run is
+/// active on this machine. The command then reports an error that names the other machine.
 fn select_remote_run(runs: &[Run]) -> Result<&Run, RunSelectionError<'_>> {
     let remote: Vec<&Run> = runs.iter().filter(|run| run.state == RunState::Elsewhere).collect();
     match remote.as_slice() {

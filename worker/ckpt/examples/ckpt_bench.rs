@@ -14,8 +14,8 @@ use std::path::Path;
 use std::time::Instant;
 
 type Error = Box<dyn std::error::Error + Send + Sync>;
-/// Size in bytes of each plain O_DIRECT read and write, whose rates the benchmark compares with the
-/// rates of loading and saving checkpoints.
+/// Size in bytes of each O_DIRECT read and write of plain files, which the benchmark times for
+/// comparison with checkpoints.
 const IO_BLOCK_BYTES: usize = 8 << 20;
 
 fn main() -> Result<(), Error> {
@@ -44,8 +44,8 @@ fn main() -> Result<(), Error> {
     result
 }
 
-/// Measures each operation `rounds` times (plain write, save, plain read, load, verification,
-/// gathering of full weights), and prints the best rates. Uses one thread per rank.
+/// Measures how fast plain files are written and read, and how fast checkpoints are saved, loaded,
+/// verified and gathered, and prints the best rates. Uses one thread per rank.
 ///
 /// # Errors
 /// Fails if an operation fails, the loaded data differ from `data`, or the checkpoint is damaged.
@@ -112,9 +112,9 @@ fn print_rates(ranks: usize, rates: &[Vec<f64>; 6]) {
     );
 }
 
-/// Runs `f` in one thread per rank, with the rank's number and its elements of the benchmark's
-/// weight tensor, and returns all results. Returns the results in the order of the ranks. If some
-/// calls fail, returns the error of the lowest rank that failed.
+/// Calls `f` in one thread per rank, with the rank's number and the rank's part of the benchmark's
+/// weight tensor. Returns the results in the order of the ranks. If some calls fail, returns the
+/// error of the lowest rank that failed.
 fn run_on_each_part<T: Send>(
     parts: &[&[f32]],
     f: impl Fn(usize, &[f32]) -> Result<T, Error> + Sync,
@@ -155,8 +155,8 @@ fn read_direct(path: &Path, len: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// Saves a checkpoint with a single weight tensor, where one thread per rank saves the elements in
-/// its item of `parts`. Returns the path of the checkpoint.
+/// Saves a checkpoint with one weight tensor, which consists of the elements in `parts`, with one
+/// thread per item of `parts`. Returns the path of the checkpoint.
 fn save_checkpoint(dir: &Path, parts: &[&[f32]], step: u64) -> Result<std::path::PathBuf, Error> {
     let total: usize = parts.iter().map(|p| p.len()).sum();
     let world = parts.len() as u32;
@@ -200,8 +200,9 @@ fn save_checkpoint(dir: &Path, parts: &[&[f32]], step: u64) -> Result<std::path:
     Ok(commit_save(staging, facts, reports)?.path)
 }
 
-/// Loads the single weight tensor of the checkpoint at `path` into `parts`, with one thread per
-/// part. Overwrites `parts` with consecutive elements of the weight, as many as each part has.
+/// Fills the buffers `parts`, in their order, with the elements of the weight tensor of the
+/// checkpoint at `path`, with one thread per buffer. Overwrites `parts` with consecutive elements
+/// of the weight, as many as each part has.
 fn load_checkpoint(path: &Path, parts: &mut [Vec<f32>]) -> Result<(), Error> {
     std::thread::scope(|s| {
         let mut at = 0;

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 type Error = Box<dyn std::error::Error + Send + Sync>;
-/// Maximum number of consecutive elements of a tensor that the benchmark reads by one request to
-/// the checkpoint.
+/// The largest number of consecutive tensor elements that the benchmark reads from the checkpoint
+/// at a time.
 const REQUEST_ELEMENTS: usize = 4 << 20;
 
 fn main() -> Result<(), Error> {

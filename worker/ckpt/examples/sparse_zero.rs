@@ -32,7 +32,8 @@ fn main() -> io::Result<()> {
     write_checkpoint(Path::new(&dir), bytes / BYTES_PER_PARAM / (2 * ranks) * (2 * ranks), ranks, true)
 }
 
-/// Returns the shapes of the weights `layers.I.weight`, which have `elements` elements in total.
+/// Returns the shapes of the test checkpoint's weights `layers.0.weight`, `layers.1.weight` and so
+/// on, for `elements` elements in total.
 pub(crate) fn list_weight_shapes(elements: u64) -> Vec<[u64; 2]> {
     let whole = (0..elements / WEIGHT_ELEMENTS).map(|_| [WEIGHT_ELEMENTS / 4096, 4096]);
     let rest = elements % WEIGHT_ELEMENTS;
@@ -92,8 +93,8 @@ struct SparseStorage {
 }
 
 impl SparseStorage {
-    /// Creates the storage for the elements `range` of the test checkpoint's weights (`role` 0) or
-    /// of a moment of Adam (other values).
+    /// Creates the test data for the elements `range` of the checkpoint's weights if `role` is 0,
+    /// or otherwise of a moment of Adam.
     fn new(range: std::ops::Range<u64>, role: u64) -> SparseStorage {
         let first = range.start.next_multiple_of(NONZERO_DISTANCE);
         let marked = (first..range.end).step_by(NONZERO_DISTANCE as usize);

@@ -22,7 +22,8 @@ const WINDOW_ELEMENTS: u64 = 1 << 20;
 /// Maximum number of threads that compare two checkpoints.
 const THREADS_MAX: usize = 16;
 
-/// One of the two checkpoints that are compared, with its tied weights.
+/// One of the two checkpoints of a comparison: the open checkpoint, and the list of its tied
+/// weights, which have two names.
 #[derive(Clone, Copy)]
 pub struct DiffSide<'a> {
     /// The open checkpoint, from which tensors are read.
@@ -169,8 +170,8 @@ pub fn diff_checkpoints(
     Ok(report)
 }
 
-/// Formats the two names of a tied weight as `weight/ALIAS = weight/STORED`, such as an output
-/// layer that is stored as the embedding.
+/// Formats the equation `weight/ALIAS = weight/STORED` for a tied weight, where ALIAS is the second
+/// name of the stored weight.
 fn format_alias(alias: &TensorInfo, target: &TensorInfo) -> String {
     format!("{} = {}", alias.label(), target.label())
 }
@@ -224,7 +225,8 @@ fn pair_tensors(a: DiffSide<'_>, b: DiffSide<'_>, options: &DiffOptions) -> (Dif
     (report, pairs)
 }
 
-/// An index of one checkpoint's tensors by role and name, including the aliases of tied weights.
+/// An index of the tensors of one checkpoint by role and name, in which a tied weight is found
+/// under both of its names.
 struct TensorIndex<'a> {
     tensors_by_name: HashMap<(TensorRole, &'a str), &'a TensorInfo>,
     aliases: HashMap<&'a str, &'a str>,
@@ -240,9 +242,9 @@ impl<'a> TensorIndex<'a> {
         }
     }
 
-    /// Finds the tensor with the role and name of `info`, also if the checkpoint stores this weight
-    /// only under another, tied name. Returns the tensor, and true if the name is an alias. Returns
-    /// `None` if there is no such tensor.
+    /// Finds the tensor that has the role and name of `info` in this checkpoint, where a tied
+    /// weight is found under both of its names. Returns the tensor, and true if the name is an
+    /// alias. Returns `None` if there is no such tensor.
     fn find_tensor(&self, info: &TensorInfo) -> Option<(&'a TensorInfo, bool)> {
         let by_name = |name: &str| self.tensors_by_name.get(&(info.role, name)).copied();
         by_name(&info.name).map(|t| (t, false)).or_else(|| {
@@ -253,9 +255,9 @@ impl<'a> TensorIndex<'a> {
 }
 
 impl DiffReport {
-    /// Records the differences between the dtypes and shapes of the tensors `a` and `b` in this
-    /// report. Returns the two tensors as a pair if their elements can be compared, otherwise
-    /// `None`.
+    /// Adds the dtypes and the shapes of the tensors `a` and `b` to this report if they differ,
+    /// before the elements of the tensors are compared. Returns the two tensors as a pair if their
+    /// elements can be compared, otherwise `None`.
     fn pair_if_comparable(&mut self, a: &TensorInfo, b: &TensorInfo) -> Option<TensorPair> {
         if a.dtype != b.dtype {
             self.dtypes.push(DtypeDiff { tensor: a.label(), a: a.dtype, b: b.dtype });

@@ -9,10 +9,11 @@ use std::sync::{Mutex, PoisonError};
 /// True if this process counts the fault points that it passes, which are places at which a test
 /// can kill it.
 static ARE_POINTS_ARMED: AtomicBool = AtomicBool::new(false);
-/// The number of the fault point at which this process kills itself with SIGKILL, for a test.
+/// The number of the fault point at which this process kills itself with SIGKILL, counted from 1 in
+/// the order in which the process passes fault points.
 static KILL_POINT_NUMBER: AtomicU64 = AtomicU64::new(0);
-/// The name of the only fault points that are counted, or `None` if this process counts all fault
-/// points.
+/// The name of the fault points among which this process counts to the one at which it kills
+/// itself, or `None` to count all of them.
 static KILL_POINT_NAME: Mutex<Option<String>> = Mutex::new(None);
 /// The names of the fault points that this process has passed, which are places at which a test can
 /// kill it, in order of time.
@@ -52,8 +53,8 @@ pub fn list_passed_points() -> Vec<&'static str> {
     PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
-/// Marks a fault point, a place at which this process kills itself with SIGKILL if a test has
-/// selected it. Does nothing before a call of [`arm_fault_points`]. After such a call, records the
+/// Marks a place in the code, a fault point, at which a test can let this process kill itself with
+/// SIGKILL. Does nothing before a call of [`arm_fault_points`]. After such a call, records the
 /// point, and kills the process if this call selected the number of the point. `name` is the
 /// operation that follows or precedes the point.
 #[inline]

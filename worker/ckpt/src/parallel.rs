@@ -2,9 +2,9 @@
 use crate::error::Result;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Calls `work(state, i)` for each index `i` below `count`, on up to `threads` threads with a
-/// separate `state` each. Each thread makes its state with `start`. Returns the results in the
-/// order of the indices.
+/// Calls `work(state, i)` for every index `i` from 0 to `count` - 1, on at most `threads` threads,
+/// each of which passes its own `state`. Each thread makes its state with `start`. Returns the
+/// results in the order of the indices.
 ///
 /// After an error no thread takes a further index, so that the results of later indices may be
 /// absent. The results of all earlier indices are present.

@@ -21,7 +21,8 @@ fn make_rejection_diagnostic(reason: impl Into<crate::DamageReason>) -> Diagnost
     CkptError::damaged(Path::new("."), "input", reason).into()
 }
 
-/// Parses a pickle that is not in a container, and converts it to JSON.
+/// Parses a pickle without a container such as a torch file, and converts the pickled value to
+/// JSON.
 pub fn parse_pickle(bytes: &[u8]) -> Result<()> {
     let tree = crate::codec::pickle::parse_pickle(bytes, ALLOWED_GLOBALS);
     tree.map(|tree| drop(tree.root_value().to_json()))
@@ -35,14 +36,15 @@ pub fn parse_zip(bytes: &[u8]) -> Result<()> {
         .map_err(make_rejection_diagnostic)
 }
 
-/// Parses the zip or legacy structure of a torch file in memory, and its pickle.
+/// Parses a torch file (zip or legacy format) from the bytes `bytes`, including the file's pickle,
+/// and returns the parsed file.
 fn open_torch_file(bytes: &[u8]) -> Result<TorchFile> {
     let read = |at: u64, out: &mut [u8]| copy_bytes_at(bytes, at, out);
     TorchFile::parse(bytes.len() as u64, read, ALLOWED_GLOBALS).map_err(make_rejection_diagnostic)
 }
 
-/// Parses a torch file of the zip or the legacy format, and every tensor at the top level of its
-/// value.
+/// Parses a torch file of the zip or the legacy format, then each value of its top-level dictionary
+/// and the top-level object as tensors.
 pub fn parse_torch_file(bytes: &[u8]) -> Result<()> {
     let file = open_torch_file(bytes)?;
     if let Some(pairs) = file.value().as_pairs() {

@@ -19,10 +19,9 @@ use std::time::{Duration, Instant};
 /// How many levels of subdirectories of a checkpoint are checked for changes.
 const WATCH_DEPTH_MAX: u32 = 4;
 
-/// Returns true if programs write the part `part` of a training state last, so that a checkpoint
-/// without this part may still be incomplete because a save is running. If `is_deepspeed` is true,
-/// DeepSpeed wrote the checkpoint, which then has no separate scheduler file and no random
-/// generator states.
+/// Returns true if programs write this part of a checkpoint last, such as the optimizer state, so
+/// that its absence may mean an unfinished save. If `is_deepspeed` is true, DeepSpeed wrote the
+/// checkpoint, which then has no separate scheduler file and no random generator states.
 fn is_state_part_written_last(part: &TrainingStatePart, is_deepspeed: bool) -> bool {
     match part {
         TrainingStatePart::OptimizerState => true,
@@ -102,9 +101,9 @@ impl CheckpointWatch {
         self.states.values().all(|state| state.reported) && self.root.is_dir()
     }
 
-    /// Looks once for new or changed checkpoints in the watched directory, given the current time
-    /// `now`. Returns a report for each subdirectory whose status is known and was not reported
-    /// since its files last changed, oldest step first.
+    /// Inspects the watched directory once, at the time `now`, for checkpoints that are new or have
+    /// changed since the previous poll. Returns a report for each subdirectory whose status is
+    /// known and was not reported since its files last changed, oldest step first.
     ///
     /// # Errors
     /// Fails if the watched directory exists and cannot be listed.

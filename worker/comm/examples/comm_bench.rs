@@ -28,9 +28,9 @@ const MIB: usize = 1 << 20;
 /// printed table.
 const MESSAGE_BYTES: [usize; 4] = [MIB, 8 * MIB, 64 * MIB, 256 * MIB];
 
-/// Command line of the benchmark, `WORLD FILTER`: the number of ranks, and a text that the name of
-/// a collective must contain to be measured. In the process of a rank, the rank and the file
-/// descriptor of the shared memory follow.
+/// Command line of the benchmark, `WORLD FILTER`: the number of ranks, and a text that selects the
+/// collectives whose names contain it. In the process of a rank, the rank and the file descriptor
+/// of the shared memory follow.
 struct BenchArgs {
     world: usize,
     filter: String,

@@ -7,8 +7,8 @@
 use diagnostic::{Code, Diagnostic, codes::collective as codes, quantity::format_seconds};
 use std::time::Duration;
 
-/// Size in bytes of the numbers that precede the text in an encoded abort reason (why a group of
-/// ranks was aborted).
+/// Size in bytes of the fixed-size fields at the start of an encoded abort reason (why a group of
+/// ranks was aborted), before the text.
 pub(crate) const FIXED_FIELDS_BYTES: usize = 1 + 4 + 4 + 8;
 
 /// Why a group of ranks was aborted, such as a lost peer or a failed rank. Every rank receives the

@@ -78,8 +78,8 @@ impl CollectiveCall {
         CollectiveCall { digest, element_bytes: bytes, ..self }
     }
 
-    /// Returns this summary with its call number set to `number`, the number of collectives that
-    /// the rank called in the group before.
+    /// Returns a copy of this summary with the call number `number`, which counts the collectives
+    /// that the rank called in its group before this call.
     pub(crate) fn with_call_number(self, number: u64) -> Self {
         CollectiveCall { number, ..self }
     }
@@ -230,9 +230,9 @@ impl CollectiveCall {
         Err(CallMismatch::Call { rank, call, peer, peer_call })
     }
 
-    /// Checks that `sent`, the number of bytes that rank `from` sends to rank `to` in this
-    /// collective, equals the number `expected` by the receiver. The error states numbers of
-    /// elements if these differ, and numbers of bytes otherwise.
+    /// Fails if rank `to` expects another number of bytes (`expected`) than rank `from` sends to it
+    /// in this collective (`sent`). The error states numbers of elements if these differ, and
+    /// numbers of bytes otherwise.
     pub(crate) fn check_transfer_bytes(
         &self,
         from: usize,
@@ -251,9 +251,9 @@ impl CollectiveCall {
     }
 }
 
-/// Decodes the three words in which a peer described its call of a collective into the collective,
-/// call number and number of elements, for an error message. Invalid words of a faulty peer also
-/// give a summary, so decoding never fails.
+/// Decodes, for an error message, the three words in which a peer described a call: the collective,
+/// the call number and the number of elements. Invalid words of a faulty peer also give a summary,
+/// so decoding never fails.
 fn decode_call_summary(words: [u64; 3]) -> CallSummary {
     let kind_number = words[0] & 0xff;
     let collective = CollectiveKind::ALL.into_iter().find(|kind| *kind as u64 == kind_number);
@@ -274,8 +274,8 @@ pub(crate) fn check_transfer_elements(
     Err(CallMismatch::Transfer { from, to, sent, expected, unit: TransferUnit::Elements })
 }
 
-/// Returns for each rank r the start index of its part of a vector that consists of parts with
-/// `counts[r]` elements, in rank order.
+/// Returns the start index of each rank's part of a vector, where the parts are stored in rank
+/// order and the part of rank r has `counts[r]` elements.
 pub(crate) fn compute_part_offsets(counts: &[usize]) -> Vec<usize> {
     counts
         .iter()

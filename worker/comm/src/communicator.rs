@@ -7,8 +7,8 @@ use crate::link_delays::LinkDelays;
 use crate::shared_window::SharedWindow;
 use device::{Dtype, View, ViewMut};
 
-/// Callback of a reduce-scatter without sums: gets each received piece of a vector, with the source
-/// rank and the index of the vector on that rank.
+/// Callback that receives one piece of a vector in [`Comm::reduce_scatter_ordered`]: the source
+/// rank, the index of the vector on that rank, and the piece.
 ///
 /// The callback may call [`Comm::abort`], but no collective. The address of a piece is a multiple
 /// of 4 bytes, the alignment of `f32`, and not of more.
@@ -31,8 +31,8 @@ pub trait Comm: Send + Sync {
     /// elements may have any type, but must have the same type on all ranks.
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
 
-    /// Delivers part r of every vector that any rank passes in `partials` to rank r, through calls
-    /// of `sink`, which does the sums. The order is (source rank, index of the vector).
+    /// Passes to `sink` on each rank r the part r of every vector in every rank's `partials`, so
+    /// that `sink` can sum the parts. The order is (source rank, index of the vector).
     ///
     /// Rank r passes `partial_counts[r]` vectors, each `Σ counts` long. All ranks must pass the
     /// same `partial_counts`. The collective sums nothing; the caller reduces the pieces in the
@@ -140,8 +140,8 @@ pub trait Comm: Send + Sync {
         vec![0; self.world_size()]
     }
 
-    /// Returns for how long, since the previous call, data that this rank sent to other hosts was
-    /// not yet acknowledged, on the slowest and fastest connection. Returns `None` if no data was
+    /// Returns the longest and shortest time, over the connections to other hosts, for which data
+    /// from this rank stayed unacknowledged since the previous call. Returns `None` if no data was
     /// sent, or if the transport does not measure the time. Blocks while a collective of this rank
     /// runs.
     fn take_link_delays(&self) -> Option<LinkDelays> {

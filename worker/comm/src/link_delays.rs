@@ -1,9 +1,10 @@
-//! [`LinkDelays`]: how long the data that a rank sent to other hosts stayed unacknowledged.
+//! [`LinkDelays`]: the longest and shortest time, over a rank's connections to other hosts, for
+//! which sent data stayed unacknowledged.
 use std::time::Duration;
 
-/// How long the data that a rank sent to other hosts stayed unacknowledged since the previous
-/// measurement, on the slowest and on the fastest connection. Time in which the peer had no space
-/// for the data is left out.
+/// The longest and shortest time, over one rank's connections to other hosts, for which sent data
+/// stayed unacknowledged since the previous measurement. Time in which the peer had no space for
+/// the data is left out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkDelays {
     /// The rank to which data was on its way for the longest time.

@@ -6,9 +6,9 @@ use std::{ops::Range, ptr::NonNull, sync::Arc};
 /// Memory of a shared window (memory that all ranks of a group share), which stays valid until this
 /// object is dropped.
 pub(crate) trait WindowMemory: Send + Sync {
-    /// Unmaps the whole pages in the byte range `bytes` of the window from this process, which
-    /// lowers the memory usage that the kernel counts for the process. Their contents stay, and the
-    /// next access maps them again.
+    /// Removes the complete memory pages in the byte range `bytes` of the window from this
+    /// process's page tables, so that the kernel no longer counts them for the process. Their
+    /// contents stay, and the next access maps them again.
     fn release_pages(&self, bytes: Range<usize>);
 }
 
@@ -31,8 +31,8 @@ pub struct SharedView {
 }
 
 impl SharedWindow {
-    /// Creates the handle with which rank `rank` accesses a shared window (memory that all ranks of
-    /// a group share) at the address `start`. `counts[r]` elements of the window belong to rank r.
+    /// Creates the handle of rank `rank` for the shared window at the address `start`, which is
+    /// memory that all ranks of a group share. `counts[r]` elements of the window belong to rank r.
     ///
     /// # Safety
     ///
@@ -70,8 +70,9 @@ impl SharedView {
         self.elements.view()
     }
 
-    /// Unmaps the pages with only other ranks' elements from this process, which lowers the memory
-    /// usage that the kernel counts for the process. The next access maps them again.
+    /// Removes the memory pages that contain no elements of this rank from the process's page
+    /// tables, so that the kernel no longer counts them for the process. The next access maps them
+    /// again.
     pub fn release_peer_pages(&self) {
         let end = self.elements.len() * self.elements.dtype().size();
         self.memory.release_pages(0..self.owned_bytes.start);

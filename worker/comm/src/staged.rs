@@ -8,8 +8,8 @@ use crate::{AbortReason, Comm, LinkDelays, PartialSink, Result};
 use device::{Buf, Dtype, Storage, View, ViewMut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Communicator that also accepts buffers in GPU memory, which it copies to host memory before and
-/// back after each collective.
+/// Communicator that also accepts buffers in GPU memory, by copying the data to host memory before
+/// each collective and the result back afterwards.
 pub struct StagedComm {
     inner: Arc<dyn Comm>,
     storage: Arc<dyn Storage>,
@@ -60,8 +60,8 @@ impl PinnedBuffers {
 }
 
 impl StagedComm {
-    /// Creates a communicator for buffers in the GPU memory of `storage`, which transfers data
-    /// through `inner`, a communicator for host memory.
+    /// Creates a communicator that copies data between GPU memory (`storage`) and host memory, and
+    /// calls the collectives of the host-memory communicator `inner`.
     pub fn new(inner: Arc<dyn Comm>, storage: Arc<dyn Storage>) -> Self {
         StagedComm { inner, storage, buffers: Mutex::default() }
     }

@@ -64,7 +64,7 @@ fn store_sum(out: &mut [f32], a: &[f32], b: &[f32]) {
     }
 }
 
-/// Adds the elements of `b` to those of `out`. Panics if the lengths differ.
+/// Adds the elements of `b` to the elements of `out`, in place. Panics if the lengths differ.
 fn add_to_slice(out: &mut [f32], b: &[f32]) {
     assert!(out.len() == b.len(), "addends must be equally long");
     for (o, b) in out.iter_mut().zip(b) {

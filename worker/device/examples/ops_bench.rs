@@ -102,8 +102,8 @@ struct TrainingStepBench<'a> {
     loss: Buf,
 }
 
-/// A trained parameter with its gradient and with the averages of the gradient and of its square
-/// that AdamW keeps.
+/// A trained parameter in the benchmark, with its gradient and AdamW's two moving averages (of the
+/// gradient and of the squared gradient).
 struct TrainedWeight {
     w: Buf,
     dw: Buf,

@@ -31,8 +31,8 @@ impl Dtype {
     }
 }
 
-/// Interface for freeing the memory of buffers that does not come from the Rust allocator, such as
-/// GPU memory. It frees the memory of a dropped [`Buf`].
+/// Owner of buffer memory that the Rust allocator did not allocate, such as GPU memory. It frees
+/// the memory of a dropped [`Buf`].
 pub(crate) trait MemoryOwner: Send + Sync {
     /// Frees `bytes` bytes of memory at `address`, because the buffer that used them was dropped.
     fn release(&self, address: u64, bytes: usize);
@@ -42,8 +42,8 @@ impl MemoryOwner for huge_pages::BufferMapping {
     fn release(&self, _: u64, _: usize) {}
 }
 
-/// Unprotected pointer to consecutive elements in host or GPU memory, with their number and type,
-/// on which buffers and views are based. No lifetime protects the memory.
+/// Raw pointer to consecutive elements in host or GPU memory, with their number and type, from
+/// which buffers and views are built. No lifetime protects the memory.
 #[derive(Clone, Copy)]
 struct ElementRange {
     ptr: *mut u8,
@@ -81,7 +81,7 @@ impl ElementRange {
         ptr.cast()
     }
 
-    /// Returns the address of the elements in host memory, whose type must be bf16 or f16. Panics
+    /// Returns the host address of these elements, which must be bf16 or f16 in host memory. Panics
     /// otherwise.
     #[track_caller]
     fn half_ptr(self) -> *mut u16 {
@@ -128,7 +128,7 @@ unsafe impl Send for Buf {}
 unsafe impl Sync for Buf {}
 
 impl Buf {
-    /// Creates a buffer of `len` elements at the address `ptr`, whose memory `owner` frees, or the
+    /// Creates a buffer of `len` elements at the address `ptr`, to be freed by `owner`, or by the
     /// Rust allocator if `owner` is `None`.
     fn new(
         ptr: NonNull<u8>,

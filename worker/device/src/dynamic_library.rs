@@ -2,13 +2,13 @@
 //! ([`dynamic_library!`](macro@crate::dynamic_library)). The compiler compares their signatures
 //! with the signatures in the crate `cudarc`.
 
-/// Error that a function of a C library, whose name this value contains, does not exist in the
-/// opened library, because the library is too old.
+/// Error that an opened C library lacks the function with this name, because the library is too
+/// old.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MissingFunction(pub &'static str);
 
-/// Defines a struct with functions of a C library, and its function `resolve`, which looks the
-/// functions up by name in an opened library.
+/// Defines a struct of function pointers to a C library, and the struct's constructor `resolve`,
+/// which looks the functions up by name in an opened library.
 ///
 /// After the struct's name follow cudarc's module of the library and the type of the library's
 /// status codes in that module. A function without a result type returns a status code. The

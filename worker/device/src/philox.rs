@@ -29,8 +29,8 @@ fn multiply_pair(pair: WordPair, m: u32) -> (WordPair, WordPair) {
     (even >> 32 | odd & !LOW, even & LOW | odd << 32)
 }
 
-/// Returns the 64 Philox random words for the 16 consecutive counter values (blocks) from `block`
-/// on, which must be a multiple of 16. Element `[w][i]` is word `w` of block `block + i`. This
+/// Returns the Philox random words (four each) for 16 consecutive counter values, the first of
+/// which is `block`, a multiple of 16. Element `[w][i]` is word `w` of block `block + i`. This
 /// function is vectorized, because attention dropout needs many words.
 #[inline(always)]
 pub(crate) fn compute_random_words_of_16_blocks(

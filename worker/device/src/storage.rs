@@ -101,9 +101,9 @@ pub trait Storage: Send + Sync {
         let done = copies.filter(|event| event.0.is_some()).last().unwrap_or_default();
         Download { bufs: to, done, status: self.check_status() }
     }
-    /// Passes the duration of a completed training step to the device, which may then change how it
-    /// runs steps. Returns a notice of the backend that was not returned before, such as the
-    /// choice, or `None`.
+    /// Reports the duration of a completed training step to the device, so that a GPU can find out
+    /// whether CUDA graphs make steps faster. Returns a notice of the backend that was not returned
+    /// before, such as the choice, or `None`.
     fn record_step_duration(&self, _duration: Duration) -> Option<BackendNotice> {
         None
     }

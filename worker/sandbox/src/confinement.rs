@@ -31,8 +31,8 @@ impl Confinement {
         facilities.into_iter().filter(|(present, _)| !present).map(|(_, name)| name).collect()
     }
 
-    /// Encodes whether Landlock and seccomp confine the sandbox process as two bits of a byte,
-    /// which the process sends to its caller.
+    /// Returns a byte with one bit for Landlock and one for seccomp, by which the sandbox process
+    /// reports to its caller whether each is active.
     pub(crate) fn to_byte(self) -> u8 {
         u8::from(self.landlock) | u8::from(self.seccomp) << 1
     }

@@ -1,5 +1,5 @@
-//! Ends a sandbox process if a function that one of its threads runs exceeds its limit of CPU time
-//! ([`limit_cpu_time`]).
+//! Ends a sandbox process as soon as a function in it that was started with [`limit_cpu_time`] has
+//! used more CPU time than allowed.
 use std::{
     sync::{
         Mutex, PoisonError,
@@ -9,8 +9,8 @@ use std::{
     time::Duration,
 };
 
-/// Interval at which a sandbox process checks whether a function that it runs has exceeded its
-/// limit of CPU time.
+/// Interval between two checks in a sandbox process of whether a running function has exceeded its
+/// CPU time limit.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A function that a thread of a sandbox process is running, with the CPU time that it may use.
@@ -39,8 +39,8 @@ pub fn limit_cpu_time<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
 struct WorkRegistration(u64);
 
 impl WorkRegistration {
-    /// Adds the function that this thread is about to run to [`RUNNING_WORK`], with `limit` as the
-    /// CPU time it may use.
+    /// Adds the function that this thread is about to run to the list [`RUNNING_WORK`], with
+    /// `limit` as the function's limit of CPU time.
     fn new(limit: Duration) -> Self {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
@@ -60,8 +60,8 @@ impl Drop for WorkRegistration {
     }
 }
 
-/// Blocks until a thread of this process exceeds the CPU time limit of the function that it runs,
-/// and then calls `report` with the limit. `report` must end the process.
+/// Waits until a function with a CPU time limit exceeds the limit in any thread of this process,
+/// and then calls `report` with that limit. `report` must end the process.
 pub(crate) fn watch_cpu_time(report: impl Fn(Duration) -> std::convert::Infallible) {
     loop {
         thread::sleep(CHECK_INTERVAL);

@@ -10,8 +10,8 @@ pub(crate) const SERVICE_STACK_BYTES: usize = 512 << 10;
 /// Total size in bytes of the stacks of all threads of a sandbox process that read requests and
 /// check limits.
 pub(crate) const TOTAL_SERVICE_STACK_BYTES: u64 = 4 * SERVICE_STACK_BYTES as u64;
-/// Address space in bytes that each thread of a sandbox process may use in addition, because memory
-/// allocators reserve it without using it.
+/// Address space in bytes that each thread of a sandbox process may reserve beyond the memory
+/// limit, because memory allocators reserve much more than they use.
 pub(crate) const ARENA_BYTES: u64 = 128 << 20;
 /// Limit on the number of requests that wait in a sandbox process while it handles another one.
 pub(crate) const MAX_QUEUED_REQUESTS: usize = 2;
@@ -23,7 +23,8 @@ pub(crate) const BASE_REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 /// request's CPU time limit.
 pub(crate) const REPLY_TIMEOUT_PER_CPU_SECOND: u32 = 8;
 
-/// The settings with which a sandbox process starts: its number of threads and its largest memory.
+/// The settings with which a sandbox process starts: the number of its threads, and the limit of
+/// its memory in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SandboxSettings {
     /// Number of threads that compute.

@@ -120,8 +120,8 @@ impl ReplyDecoder {
         self.progress.0
     }
 
-    /// Returns the buffer to which the next bytes that are read from the sandbox process must be
-    /// appended, and the largest number of bytes to read.
+    /// Returns the buffer to which received bytes must be appended, and how many bytes the current
+    /// header or body still lacks.
     pub(crate) fn next_read_buffer(&mut self) -> (&mut Vec<u8>, usize) {
         match self.body {
             None => {

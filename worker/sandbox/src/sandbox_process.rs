@@ -30,9 +30,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Longest time for which the process that started a sandbox process blocks in one `poll` call
-/// while it waits for a reply. A longer pause, during which this process itself was stopped, counts
-/// only as this long.
+/// Maximum duration of one `poll` call by the process that waits for a reply of its sandbox
+/// process. A longer pause, during which this process itself was stopped, counts only as this long.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// How long a process waits for its sandbox process to end after the sandbox process has closed the
 /// socket.
@@ -116,8 +115,8 @@ impl SandboxProcess {
         Ok(process)
     }
 
-    /// Sends the settings (threads and memory limit) to the new sandbox process, and waits for its
-    /// reply, which reports whether Landlock and seccomp are active.
+    /// Sends the settings (threads and memory limit) to the new sandbox process, and waits until
+    /// the process reports whether Landlock and seccomp are active.
     fn exchange_settings(&mut self, settings: &SandboxSettings) -> Result<(), SandboxError> {
         // The socket has capacity for the settings.
         self.socket.write_all(&encode_settings(settings)).map_err(SandboxError::NotStarted)?;
@@ -183,8 +182,8 @@ impl SandboxProcess {
         }
     }
 
-    /// Waits until the socket of the sandbox process is ready for one of `events` (reading,
-    /// writing), and decodes the replies that have arrived. Queues a failure after these replies,
+    /// Waits until the socket of the sandbox process is ready for reading or writing, as `events`
+    /// requests, and decodes the replies that have arrived. Queues a failure after these replies,
     /// because they may arrive together with the end of the process.
     fn wait_and_read_replies(&mut self, events: PollFlags) {
         if let Err(failure) = self.wait_for_socket(events).and_then(|()| self.read_replies()) {
@@ -194,8 +193,8 @@ impl SandboxProcess {
         }
     }
 
-    /// Waits until the socket of the sandbox process is ready for one of `events`: bytes have
-    /// arrived, or bytes can be sent. Kills the process if the wait for the next reply takes too
+    /// Waits until bytes can be read from or written to the socket of the sandbox process,
+    /// whichever `events` requests. Kills the process if the wait for the next reply takes too
     /// long.
     fn wait_for_socket(&mut self, events: PollFlags) -> Result<(), SandboxFailure> {
         loop {

@@ -35,8 +35,8 @@ pub(crate) struct CheckpointCandidate {
 }
 
 impl CheckpointCandidate {
-    /// Creates a [`CheckpointCandidate`] that stands for any checkpoint at `path`, whatever the
-    /// hash of its manifest is.
+    /// Creates a [`CheckpointCandidate`] without a manifest hash, which matches any checkpoint at
+    /// `path`.
     pub(crate) fn from_path(path: PathBuf) -> Self {
         CheckpointCandidate { path, hash: None }
     }
@@ -104,8 +104,8 @@ pub(crate) fn commit_on_all_hosts(
     })
 }
 
-/// Completes the commit of interrupted saves: if a checkpoint is committed on one host, this host
-/// commits its part that was ready to be committed. Collective: every rank must call it.
+/// Completes interrupted commits: commits on this host each fully written checkpoint that at least
+/// one host has already committed. Collective: every rank must call it.
 pub(crate) fn complete_interrupted_commits(
     queue: &CollectiveQueue,
     layout: &StorageTopology,

@@ -47,8 +47,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Gives a rank access to the copies of the training state in the memory of its host and of the
-/// other hosts of the job.
+/// Access of one rank to the copies of the training state that all hosts of the job keep in their
+/// memory.
 pub struct HostMemoryCopies {
     store: MemoryStore,
     hosts: RankHostMap,
@@ -57,9 +57,9 @@ pub struct HostMemoryCopies {
 }
 
 impl HostMemoryCopies {
-    /// Opens `file`, the memory file with training-state copies of this rank's host, and determines
-    /// which ranks run on which host. `local_rank` is the number of the rank on its host.
-    /// Collective: every rank must call it.
+    /// Opens `file`, the memory file in which this rank's host keeps copies of training states, and
+    /// determines which ranks run on which host. `local_rank` is the number of the rank on its
+    /// host. Collective: every rank must call it.
     pub fn connect(
         queue: &CollectiveQueue,
         file: File,
@@ -77,8 +77,8 @@ impl HostMemoryCopies {
         self.attempt
     }
 
-    /// Lists the training states of which hosts have copies in memory: complete ones, with a copy
-    /// of every rank, and ones that cannot be restored. Collective: every rank must call it.
+    /// Lists the training states that hosts keep in memory, divided into those with copies of every
+    /// rank's shard and those that cannot be restored. Collective: every rank must call it.
     pub(super) fn list_states(&self, queue: &CollectiveQueue) -> Result<StateSelection> {
         let report = match self.hosts.is_leader(queue.comm().rank()) {
             true => self.list_local_copies().map(|copies| describe_host_copies(&copies)),
@@ -196,8 +196,8 @@ impl fmt::Display for StateCopyCost {
     }
 }
 
-/// Copies this rank's training state to the memory of its host and of other hosts, after each step
-/// for which the job requires it.
+/// Copier of this rank's training state to the memory of its host and of other hosts, at the steps
+/// that the job configures.
 pub struct MemoryCopier {
     memory: HostMemoryCopies,
     /// The number of the next copy, which selects its region.
@@ -207,8 +207,8 @@ pub struct MemoryCopier {
 }
 
 impl MemoryCopier {
-    /// Creates a copier of this rank's training state that numbers its copies from `sequence` on, a
-    /// number above those of existing copies.
+    /// Creates the copier of this rank's training state; the first copy gets the number `sequence`,
+    /// which is above the numbers of all existing copies.
     pub fn new(memory: HostMemoryCopies, sequence: u64) -> Self {
         MemoryCopier { memory, sequence, count: 0 }
     }
@@ -277,8 +277,8 @@ impl MemoryCopier {
         written.map_err(to_unwritable_checkpoint_error)
     }
 
-    /// Frees memory copies on this host that belong to ranks whose copies other hosts must now
-    /// keep, for example after a restart on other hosts.
+    /// Frees the memory copies on this host that the host need not keep any more, for example
+    /// because ranks now run on other hosts.
     ///
     /// May be called after all ranks have completed a copy in this attempt.
     fn free_unneeded_copies(&self, rank: usize) -> Result<()> {

@@ -112,9 +112,9 @@ pub fn resume_from_checkpoint(
     }
 }
 
-/// Lists the checkpoints to try before the one that `resume.from` names, newest first: with `auto`
-/// those in `checkpoint.dir`, otherwise those of the restarted batch job. Also returns the batch
-/// job if the checkpoints are those of a batch job. Collective: every rank must call it.
+/// Lists, newest first, the checkpoints that a resume tries before any others: with `resume.from:
+/// auto` all in `checkpoint.dir`, otherwise those of the restarted batch job. Also returns the
+/// batch job if the checkpoints are those of a batch job. Collective: every rank must call it.
 fn list_preferred_checkpoints<'a>(
     ready: &UninitializedTrainer,
     job: &JobSpec,
@@ -143,8 +143,8 @@ fn report_skipped_checkpoints(skipped: &[(PathBuf, Error)], events: &mut EventSi
     Ok(())
 }
 
-/// Returns whether `error` reports that the job has no host on which a required shard of the
-/// checkpoint is stored. Such an error does not mean that a file is damaged.
+/// Returns true if `error` reports that a required shard of the checkpoint is stored on no host of
+/// the job. Such an error does not mean that a file is damaged.
 fn is_shard_unreachable(error: &Error) -> bool {
     error.code() == codes::RESUME_SHARD_UNREACHABLE
 }

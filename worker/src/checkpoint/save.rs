@@ -32,7 +32,7 @@ use std::{
     time::Instant,
 };
 
-/// JSON key under which the progress in a checkpoint contains the id of the batch job (such as a
+/// Key under which a checkpoint's JSON with the progress of training names the batch job (such as a
 /// Slurm job) that wrote the checkpoint.
 pub(crate) const BATCH_JOB_KEY: &str = "batch_job";
 
@@ -137,8 +137,9 @@ struct PendingSave {
 }
 
 impl CheckpointSaver {
-    /// Creates the object that saves checkpoints in the directory `root`; `layout` states which
-    /// ranks see one directory at this path. `last` is the checkpoint from which the run resumed.
+    /// Creates the object with which one rank saves checkpoints in the directory `root`; `layout`
+    /// states which ranks share this directory. `last` is the checkpoint from which the run
+    /// resumed.
     pub fn new(
         root: PathBuf,
         spec: CheckpointSpec,
@@ -161,9 +162,9 @@ impl CheckpointSaver {
         }
     }
 
-    /// Adds the copier `memory` to this saver, which copies the training state to the memory of
-    /// hosts after certain steps, between checkpoints. `is_resumed` states whether the run resumed
-    /// from such copies, and `step_events` are the events that these contained.
+    /// Adds the object `memory`, if any, with which this saver copies the training state to the
+    /// memory of hosts after certain steps. `is_resumed` states whether the run resumed from such
+    /// copies, and `step_events` are the events that these contained.
     pub fn with_memory_copies(
         self,
         memory: Option<MemoryCopier>,
@@ -251,16 +252,15 @@ impl CheckpointSaver {
         self.spec.r#async && running.train_spec().zero.offload.is_none()
     }
 
-    /// Returns the message that pinned host memory for background saves could not be allocated, and
-    /// clears it, so that it is reported once. Returns `None` if there is no notice or it was
-    /// already taken.
+    /// Returns, only once, the message for the user that no pinned host memory for background saves
+    /// could be allocated. Returns `None` if there is no notice or it was already taken.
     pub fn take_staging_notice(&mut self) -> Option<String> {
         self.notice.take()
     }
 
-    /// Removes the host buffers for a background save from this saver and returns them; a save
-    /// copies the GPU's values into them. If the driver has no pinned memory, returns pageable
-    /// memory and records a notice.
+    /// Takes out of this saver the host buffers to which a background save copies the GPU's values,
+    /// and returns the buffers. If the driver has no pinned memory, returns pageable memory and
+    /// records a notice.
     fn take_staging(&mut self, running: &RunningTrainer) -> Result<Vec<Buf>> {
         self.start_staging_allocation(running)?;
         match std::mem::replace(&mut self.staging, StagingMemory::NotAllocated) {

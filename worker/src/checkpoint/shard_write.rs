@@ -33,8 +33,8 @@ pub(super) enum ShardWrite {
 /// error.
 pub(super) type ShardWriteResult = std::result::Result<ShardReport, CkptError>;
 
-/// What the background thread that writes a shard returns: the result, or `None` after a
-/// cancellation, and the host buffers for reuse by the next save.
+/// Value that the thread of a background write returns: the result of the write (`None` after a
+/// cancellation), and the host buffers for the next save.
 type BackgroundWriteResult = std::result::Result<(Option<ShardWriteResult>, Vec<Buf>), DeviceError>;
 
 /// A background thread that writes this rank's shard of a checkpoint, with its progress.
@@ -112,9 +112,9 @@ impl BackgroundWrite {
 }
 
 impl Drop for BackgroundWrite {
-    /// Cancels the background write of a shard if it is still running, because its checkpoint was
-    /// given up, and waits until the thread has ended. A later attempt in this process then finds
-    /// no thread that writes.
+    /// Cancels the background write of this rank's shard, if the thread is still running, and waits
+    /// until the thread has ended. A later attempt in this process then finds no thread that
+    /// writes.
     fn drop(&mut self) {
         self.cancel();
         if let Some(thread) = self.thread.take() {
@@ -133,14 +133,14 @@ pub(super) struct RangeLabel {
 }
 
 impl RangeLabel {
-    /// Creates the label of the tensor range `o`, which consists of tensor name, role (weight or
-    /// optimizer state) and index of the first element.
+    /// Creates the label of a tensor range: the tensor's name, its role (weight or optimizer
+    /// state), and the index of the range's first element.
     pub(super) fn new(o: &OwnedRange) -> Self {
         RangeLabel { name: o.name.into(), role: o.role, start_element: o.start_element }
     }
 
-    /// Returns a tensor range for [`ckpt::write_shard`]: this label (name, role, first element)
-    /// together with the values `data`.
+    /// Combines this label (name, role, first element) with the values `data` into a tensor range
+    /// that [`ckpt::write_shard`] can write.
     fn with_values<'a>(&'a self, data: View<'a>) -> TensorPiece<'a> {
         let data = match data.dtype() {
             Dtype::F32 => PieceElements::F32(data.host_slice()),
@@ -212,8 +212,8 @@ pub(super) fn write_shard_in_foreground(
     with_host_pieces(ops, labels, values, |pieces| ckpt::write_shard(path, rank, world, pieces))
 }
 
-/// Calls `write` with all tensor ranges of a shard in host memory, to which values in device memory
-/// are copied first.
+/// Copies those tensor ranges of a shard that are in device memory to the host, and then calls
+/// `write` with all ranges in host memory.
 fn with_host_pieces<T>(
     ops: &dyn Ops,
     labels: &[RangeLabel],

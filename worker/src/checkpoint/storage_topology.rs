@@ -1,5 +1,5 @@
-//! Detects which ranks see the same checkpoint directory ([`StorageTopology`]): ranks write small
-//! files into it, and other ranks check whether they see them.
+//! Detects which ranks see the same checkpoint directory ([`StorageTopology`]), by small files that
+//! one rank of each host writes and all ranks look for.
 use crate::{
     consensus::all_gather_values,
     error::{Error, Result, to_unwritable_checkpoint_error},
@@ -67,8 +67,8 @@ impl StorageTopology {
         self.leaders.get(rank).copied().unwrap_or(0)
     }
 
-    /// Returns whether `rank` is the lowest rank that sees its checkpoint directory (the directory
-    /// leader, which commits and removes checkpoints).
+    /// Returns true if `rank` is a directory leader: the lowest rank that sees a checkpoint
+    /// directory, which commits and removes checkpoints there.
     pub fn is_directory_leader(&self, rank: usize) -> bool {
         self.find_directory_leader(rank) == rank
     }
@@ -79,8 +79,8 @@ impl StorageTopology {
         &self.hosts
     }
 
-    /// Returns for each rank the number of its checkpoint directory, where separate directories are
-    /// numbered from 0 by the lowest rank that sees them.
+    /// Returns for each rank the index of the checkpoint directory that it sees; directories are
+    /// ordered by the lowest rank that sees each of them.
     pub fn list_directory_index_by_rank(&self) -> Vec<usize> {
         let leaders = self.list_directory_leaders();
         self.leaders.iter().map(|k| leaders.binary_search(k).unwrap_or(0)).collect()
@@ -93,8 +93,8 @@ impl StorageTopology {
         by_rank.filter(|(rank, leader)| rank == *leader).map(|(rank, _)| rank).collect()
     }
 
-    /// Returns how many of a checkpoint's `total` bytes the ranks that share the checkpoint
-    /// directory of `rank` write together, as an estimate.
+    /// Estimates how many of a checkpoint's `total` bytes are written to the checkpoint directory
+    /// that `rank` sees, by all ranks that share this directory.
     pub fn compute_directory_bytes(&self, rank: usize, total: u64) -> u64 {
         let leader = self.find_directory_leader(rank);
         let ranks = self.leaders.iter().filter(|k| **k == leader).count() as u64;
@@ -160,8 +160,8 @@ pub fn detect_topology(
     }
 }
 
-/// Creates an error about the checkpoint directory `root`; its text is `checkpoint directory`, the
-/// path, and the problem `what`.
+/// Creates an error about the checkpoint directory `root`, whose text names the directory and the
+/// problem `what`, such as `cannot be written`.
 fn build_directory_error(code: Code, root: &Path, what: &str) -> Diagnostic {
     Diagnostic::error(code, format!("checkpoint directory {} {what}", root.display()))
         .with_subject("checkpoint.dir")
@@ -192,8 +192,8 @@ fn find_duplicate_id_error(root: &Path, hosts: &[StorageHost]) -> Option<Diagnos
     })
 }
 
-/// Writes a file with random content (probe file) into the checkpoint directory `root`, by which
-/// other ranks detect that they see this directory. Creates the directory if necessary.
+/// Writes a probe file with random content into the checkpoint directory `root`; ranks that find
+/// this file know that they see this directory. Creates the directory if necessary.
 fn write_probe(root: &Path, name: &str) -> Result<(ProbeGuard, ProbeFile)> {
     let path = root.join(name);
     let failed = |e: std::io::Error| {
@@ -213,8 +213,8 @@ fn write_probe(root: &Path, name: &str) -> Result<(ProbeGuard, ProbeFile)> {
     Ok((guard, ProbeFile { name: name.into(), nonce }))
 }
 
-/// Returns whether this rank sees the probe file that another rank wrote into the checkpoint
-/// directory `root`, with its content.
+/// Returns true if this rank finds another rank's probe file in the checkpoint directory `root`,
+/// with the content that the other rank has reported.
 fn sees_probe(root: &Path, probe: &ProbeFile) -> bool {
     // The name comes from another rank and must not leave the directory.
     if probe.name.contains('/') || probe.nonce.len() != NONCE_BYTES {

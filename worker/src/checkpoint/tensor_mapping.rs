@@ -85,23 +85,23 @@ fn build_hf_config(model: &Model, spec: &ModelSpec, eod: u32) -> Value {
     Value::Object(config)
 }
 
-/// Lists the names and shapes of all weights of the model in canonical order, which is the same
-/// however experts are assigned to ranks.
+/// Lists the names and shapes of all weights of the model, in an order that does not depend on
+/// which rank has which experts.
 fn list_canonical_weight_shapes(units: &[ParamUnit]) -> Vec<WeightShape> {
     let shape = |s: &[usize]| s.iter().map(|&n| n as u64).collect();
     let params = list_tensors_in_canonical_order(units).into_iter().map(|(u, i)| &units[u].params[i]);
     params.map(|p| WeightShape { name: p.name.clone(), shape: shape(&p.shape) }).collect()
 }
 
-/// Lists the names of all weights that are not trained in canonical order, which is the same
-/// however experts are assigned to ranks.
+/// Lists the names of all frozen weights (which are not trained), in an order that does not depend
+/// on the placement of experts on ranks.
 fn list_frozen_names(units: &[ParamUnit]) -> Vec<String> {
     let frozen = list_tensors_in_canonical_order(units).into_iter().filter(|&(u, i)| !units[u].is_trained(i));
     frozen.map(|(u, i)| units[u].params[i].name.clone()).collect()
 }
 
-/// Returns the names of the trained parameters for which `tensors`, the tensors of a checkpoint,
-/// include no complete optimizer states. These states then start at zero.
+/// Returns the names of the trained parameters for which some optimizer state is missing in
+/// `tensors`, the tensors of a checkpoint. These states then start at zero.
 pub fn find_params_without_state(
     tensors: &[TensorInfo],
     units: &[ParamUnit],
@@ -263,8 +263,8 @@ pub fn read_on_all_ranks(ready: &mut UninitializedTrainer, reading: &ReadPlan) -
     }
 }
 
-/// Reads this rank's ranges of the parameters in the units `units` (groups of parameters that are
-/// gathered together) from a checkpoint in one request.
+/// Reads from a checkpoint, in one request, this rank's ranges of weights and optimizer states in
+/// `units` (groups of parameters that are gathered together).
 fn read_units(
     ready: &mut UninitializedTrainer,
     units: Range<usize>,
@@ -316,8 +316,8 @@ enum HostF32Values<'a> {
 }
 
 impl<'a> HostF32Values<'a> {
-    /// Makes the elements of the tensor `target` available as `f32` in host memory: without a copy
-    /// for `f32` in host memory, otherwise as a copy.
+    /// Makes the elements of a tensor available as `f32` in host memory, in a copy if they have
+    /// another type or are in device memory.
     fn new(ops: &dyn Ops, target: ViewMut<'a>) -> Self {
         let current = target.as_view();
         if current.dtype() != Dtype::F32 {
@@ -350,9 +350,9 @@ impl<'a> HostF32Values<'a> {
     }
 }
 
-/// Builds one read request for each of the ranges `segments` that this rank owns in a parameter
-/// unit (parameters that are gathered together). `values` is the memory for the elements of all
-/// segments, in the order of the segments.
+/// Builds one request to read from a checkpoint for each range in `segments`, the ranges of
+/// parameters that this rank owns. `values` is the memory for the elements of all segments, in the
+/// order of the segments.
 fn build_read_requests<'a>(
     unit: &'a ParamUnit,
     role: TensorRole,
@@ -372,8 +372,8 @@ fn build_read_requests<'a>(
     requests.collect()
 }
 
-/// Completes the optimizer states of the parameter unit `u` on every rank with the ranges that
-/// other ranks have read from the checkpoint. Collective: every rank must call it.
+/// Completes on every rank the optimizer states of one group of parameters (unit `u`) with the
+/// ranges that other ranks have read from the checkpoint. Collective: every rank must call it.
 fn sync_replicated_states(
     ops: &dyn Ops,
     engine: &ZeroEngine,

@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 /// Largest accepted size of a chat template, in bytes.
 const MAX_TEMPLATE_BYTES: usize = 1 << 20;
 
-/// A data source's chat template (Jinja), compiled in a sandbox process, and the rule which tokens
-/// of a chat count for the loss.
+/// The chat template (Jinja) of a data source, compiled in a sandbox process, and the setting that
+/// determines which tokens of a chat count for the loss.
 pub(crate) struct ChatTemplate {
     /// The file with the template.
     path: PathBuf,
@@ -89,8 +89,8 @@ impl ChatTemplate {
     }
 }
 
-/// Computes the BLAKE3 digest of a chat template's text, its special tokens, and the setting which
-/// tokens of a chat count for the loss.
+/// Computes the BLAKE3 digest of a chat template: its text, its special tokens, and whether only
+/// the assistant's tokens count for the loss.
 fn compute_digest(template: &TemplateSource, loss_on: LossTargets) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new_derive_key("launch 2026 chat template v1");
     let tokens = template.special_tokens.iter().flat_map(|(name, text)| [name, text]);

@@ -33,8 +33,8 @@ const INDEX_FILE_NAME: &str = "contents";
 const MAX_INDEX_BYTES: u64 = 256 << 20;
 /// The largest number of data files whose digests are stored between starts.
 const MAX_INDEX_ENTRIES: usize = 1 << 20;
-/// Minimum time between two changes of a file after which their modification times differ on every
-/// file system.
+/// Two changes of a file that are at least this long apart give the file different modification
+/// times on every file system.
 const FILE_TIME_RESOLUTION: Duration = Duration::from_secs(3);
 
 /// Device, inode, size in bytes, modification time and change time (both in ns) of a file; if they
@@ -55,8 +55,8 @@ impl FileIdentity {
         ])
     }
 
-    /// Returns whether the file has not changed for so long before `now` that any later change
-    /// would be visible in its modification time.
+    /// Returns true if the last change of the file was so long before `now` that a later change
+    /// gets a different modification time.
     fn is_settled(&self, now: SystemTime) -> bool {
         let before = now.checked_sub(FILE_TIME_RESOLUTION).and_then(|t| t.duration_since(UNIX_EPOCH).ok());
         before.is_some_and(|b| self.0[3].max(self.0[4]) < b.as_nanos() as i128)
@@ -90,8 +90,8 @@ pub(crate) fn delete_digest_index(cache_dir: &Path) {
     let _ = fs::remove_file(cache_dir.join(INDEX_FILE_NAME));
 }
 
-/// Returns the identity (inode, size, times) and the BLAKE3 digest of the data file at `path`, if
-/// possible from `index` without reading the file. Hashes the file if `index` lacks its identity.
+/// Returns the identity (inode, size, times) and the BLAKE3 digest of the data file at `path`; does
+/// not read the file if `index` has the digest. Hashes the file if `index` lacks its identity.
 /// Fails if the file changes while it is hashed.
 fn find_or_compute_digest(
     path: &Path,
@@ -149,8 +149,9 @@ fn parse_digest_index(text: &str) -> Option<DigestIndex> {
         .collect()
 }
 
-/// Writes the index file with the digests of data files, the `new` ones before the `known` ones.
-/// Leaves out the last files if there are more than [`MAX_INDEX_ENTRIES`] in total.
+/// Writes the index file with the digests of data files: first the digests in `new`, then those in
+/// `known` from the existing index. Leaves out the last files if there are more than
+/// [`MAX_INDEX_ENTRIES`] in total.
 fn write_digest_index(
     cache_dir: &Path,
     known: DigestIndex,

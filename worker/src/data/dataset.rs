@@ -151,8 +151,8 @@ impl Dataset {
         &self.warnings
     }
 
-    /// Writes the tokens, labels and document starts of `micro` consecutive samples of the run,
-    /// from sample number `first_position` on, to the given slices.
+    /// Fills the given slices with the tokens, labels and document starts of `micro` consecutive
+    /// samples of the run, beginning with sample number `first_position`.
     ///
     /// Each slice has shape `[micro, seq_len]`. `labels` are the next tokens or [`IGNORE_INDEX`].
     /// `starts` is, for each input, the position in the sample at which the input's document

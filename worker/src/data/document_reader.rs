@@ -41,8 +41,8 @@ pub(crate) struct RecordReadOptions<'a> {
     pub(crate) chat_template: Option<&'a ChatTemplate>,
 }
 
-/// One element of the sequence to which a data file is read: text of a document, a whole chat, or
-/// the end of a document. A file is read as a sequence of parts.
+/// One item of the sequence that the reader of a data file produces: text of a document, a whole
+/// chat, or the end of a document. A file is read as a sequence of parts.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum DocumentPart {
     /// Text of the current document, never empty.
@@ -326,8 +326,8 @@ fn read_until_full(input: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize
     Ok(n)
 }
 
-/// Returns the length in bytes of the piece at the beginning of `bytes`, after which a text file
-/// may be divided into training and evaluation data. The caller must pass more than
+/// Returns the length in bytes of the first piece of a text file's unread content `bytes`; a piece
+/// is used either for training or for evaluation. The caller must pass more than
 /// [`MAX_PIECE_BYTES`] bytes, or the whole rest of the file.
 fn find_first_piece_length(bytes: &[u8]) -> usize {
     if bytes.len() <= MAX_PIECE_BYTES {

@@ -69,8 +69,8 @@ struct BatchPart {
 }
 
 impl BatchPart {
-    /// Returns the text or chat of this part as a [`Document`], the type that requests contain, or
-    /// `None` for a mere end of a document.
+    /// Returns this part as a [`Document`] (text or chat) for a request to the sandbox process, or
+    /// `None` if the part only marks a document's end.
     fn as_document(&self) -> Option<Document<'_>> {
         match &self.part {
             DocumentPart::Text(text) => Some(Document::Text(text)),
@@ -95,9 +95,9 @@ impl<'a> DocumentTokenizer<'a> {
         DocumentTokenizer { tokenizer, options, filter, stream, batch, sent, writer, cache_path }
     }
 
-    /// Adds a document, or a part of one, to the current batch, and sends a batch of sufficient
-    /// size to the sandbox process for tokenizing. After an error, the documents whose tokens are
-    /// not written are dropped.
+    /// Adds a document, or a part of one, to the current batch, and sends the batch to the sandbox
+    /// process for tokenizing once it is large enough. After an error, the documents whose tokens
+    /// are not written are dropped.
     pub(crate) fn push(
         &mut self,
         part: DocumentPart,
@@ -147,8 +147,8 @@ impl<'a> DocumentTokenizer<'a> {
         self.writer
     }
 
-    /// Sends the parts of documents that were collected so far to the sandbox process as one batch,
-    /// which the process tokenizes. Receives the results of an older batch if too many are pending.
+    /// Sends the parts of documents collected so far to the sandbox process as one batch to be
+    /// tokenized. Receives the results of an older batch if too many are pending.
     fn send_collected_batch(&mut self) -> Result<(), DataError> {
         let batch = std::mem::take(&mut self.batch);
         if batch.parts.is_empty() {
@@ -172,8 +172,8 @@ impl<'a> DocumentTokenizer<'a> {
         sent.or_else(|failure| self.retry_failed_batch(failure))
     }
 
-    /// Receives the tokens of the oldest batch of documents that is being tokenized from the
-    /// sandbox process, and writes them to the token cache.
+    /// Receives from the sandbox process the tokens of the oldest batch of documents that was sent,
+    /// and writes the tokens to the token cache.
     fn receive_batch(&mut self) -> Result<(), DataError> {
         let results = match self.stream.receive::<Vec<DocumentResult>>() {
             Ok(results) => results,
@@ -223,8 +223,8 @@ impl<'a> DocumentTokenizer<'a> {
         }
     }
 
-    /// Converts the sandbox process's `failure` to an error that names the file and record that it
-    /// was tokenizing or rendering.
+    /// Converts a failure of the sandbox process during its work on `part` to an error that names
+    /// the file and the record of the part.
     fn to_record_error(&self, failure: InterpreterFailure, part: &BatchPart, is_exact: bool) -> DataError {
         let first_step = match part.part {
             DocumentPart::ChatLine(_) => InterpretationStep::RenderChats,
@@ -235,8 +235,8 @@ impl<'a> DocumentTokenizer<'a> {
         to_interpretation_error(failure, first_step, &part.path, records, rules)
     }
 
-    /// Returns the path of the file to name in an error of the sandbox process: the chat template
-    /// for rendering, the tokenizer for tokenizing. Returns `None` if the step uses no file.
+    /// Returns the file that an error names as involved in `step`: the chat template for rendering
+    /// chats, the tokenizer for tokenizing. Returns `None` if the step uses no file.
     fn find_tokenizer_or_template_file(&self, step: InterpretationStep) -> Option<&Path> {
         match step {
             InterpretationStep::RenderChats => self.options.chat_template.map(|template| template.path()),
@@ -245,8 +245,8 @@ impl<'a> DocumentTokenizer<'a> {
         }
     }
 
-    /// Returns the options for requests to the sandbox process: the field with the text, the tokens
-    /// that count for the loss, and training or evaluation data.
+    /// Returns the options of requests to the sandbox process: the field with the text, the tokens
+    /// that count for the loss, and the purpose (training or evaluation).
     fn document_options(&self) -> DocumentOptions<'a> {
         DocumentOptions {
             field: self.options.field,
@@ -256,8 +256,8 @@ impl<'a> DocumentTokenizer<'a> {
         }
     }
 
-    /// Writes the tokens of all documents in `batch`, which the sandbox process returned in
-    /// `results`, to the token cache.
+    /// Writes the tokens that the sandbox process returned for the documents in `batch` to the
+    /// token cache.
     fn write_batch(&mut self, batch: &Batch, results: Vec<DocumentResult>) -> Result<(), DataError> {
         if let Some(part) = batch.parts.first().filter(|_| results.len() != count_documents(batch)) {
             return Err(self.to_record_error(SandboxError::InvalidReply.into(), part, false));
@@ -275,9 +275,9 @@ impl<'a> DocumentTokenizer<'a> {
         Ok(())
     }
 
-    /// Writes the tokens of one document (or of a part of a long document) from the sandbox process
-    /// to the token cache, or returns its error. If `is_whole` is set, the document ends after
-    /// these tokens.
+    /// Writes the tokens that the sandbox process returned for one document (or a part of one) to
+    /// the token cache, or fails if the process returned an error. If `is_whole` is set, the
+    /// document ends after these tokens.
     fn write_result(
         &mut self,
         result: DocumentResult,

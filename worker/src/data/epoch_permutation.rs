@@ -32,9 +32,10 @@ pub(crate) struct EpochPermutation {
 }
 
 impl EpochPermutation {
-    /// Creates the order in which the `samples` samples of a data source are read, shuffled
-    /// differently in each epoch if `shuffle` is set. `name` is the name of the data source, so
-    /// that sources of equal sizes have different orders. Panics if `samples` is 0 or above 2^48.
+    /// Creates the order in which a run reads the samples of a data source (`samples` in number),
+    /// shuffled differently in each epoch if `shuffle` is set. `name` is the name of the data
+    /// source, so that sources of equal sizes have different orders. Panics if `samples` is 0 or
+    /// above 2^48.
     pub(crate) fn new(seed: u64, name: &str, samples: u64, shuffle: bool) -> Self {
         assert!(
             (1..=MAX_SAMPLES).contains(&samples),
@@ -50,9 +51,9 @@ impl EpochPermutation {
         self.samples
     }
 
-    /// Returns the epoch and the sample number within the data source for the sample that the run
-    /// reads as number `index` from this source. The index counts the samples of this source since
-    /// the beginning of the run.
+    /// Returns the epoch and the sample number (within this data source) of the sample that the run
+    /// reads at the position `index` in this source's order. The index counts the samples of this
+    /// source since the beginning of the run.
     pub(crate) fn locate_sample(&self, index: u64) -> (u64, u64) {
         let (epoch, position) = (index / self.samples, index % self.samples);
         let Some(stream) = &self.stream else { return (epoch, position) };
@@ -63,8 +64,8 @@ impl EpochPermutation {
         (epoch, sample)
     }
 
-    /// Permutes the numbers below `2^(2 * half_bits)` with a Feistel network keyed by the epoch,
-    /// and returns the number at position `index`.
+    /// Maps `index` to a number below `2^(2 * half_bits)` with a Feistel network keyed by the
+    /// epoch, which permutes all numbers below this limit.
     fn permute_index(&self, stream: &RandomStream, epoch: u64, index: u64) -> u64 {
         let mask = (1u64 << self.half_bits) - 1;
         let (mut left, mut right) = (index >> self.half_bits, index & mask);

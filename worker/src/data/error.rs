@@ -273,8 +273,8 @@ impl DataError {
         }
     }
 
-    /// Adds the name of a data source to an error that occurred in that source. Returns the error
-    /// unchanged if the source has no name.
+    /// Adds to this error the name of the data source in which the error occurred. Returns the
+    /// error unchanged if the source has no name.
     pub(crate) fn with_source_name(self, name: &str) -> DataError {
         match name {
             "" => self,

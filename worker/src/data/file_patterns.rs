@@ -29,9 +29,9 @@ pub(crate) struct DataFile {
     pub(crate) bytes: u64,
 }
 
-/// Stores the files that each list of file patterns (such as `data/*.jsonl`) of a job matched when
-/// it was first used. Each list of patterns is expanded once, so that the training and the held-out
-/// data of a source are the same files.
+/// Cache of the data files that each list of file patterns (such as `data/*.jsonl`) of a job
+/// matched when the list was first used. Each list of patterns is expanded once, so that the
+/// training and the held-out data of a source are the same files.
 pub struct FilePatternCache {
     workdir: PathBuf,
     /// The expanded lists of patterns, each with its files.
@@ -219,9 +219,9 @@ struct PatternSearch<'a> {
 }
 
 impl PatternSearch<'_> {
-    /// Searches `directory` for files that match the components of the file pattern from number
-    /// `at` on, counted from 0. Ignores a path that is no directory, and a directory that was
-    /// searched for this part before.
+    /// Searches `directory` for the component `at` of the file pattern (counted from 0) and, inside
+    /// matched directories, for the components after it. Ignores a path that is no directory, and a
+    /// directory that was searched for this part before.
     fn search_directory(&mut self, directory: &Path, at: usize) -> Result<(), DataError> {
         let Some(meta) = read_metadata(directory)?.filter(fs::Metadata::is_dir) else { return Ok(()) };
         if !self.entered.insert((meta.dev(), meta.ino(), at)) {
@@ -252,8 +252,8 @@ impl PatternSearch<'_> {
         }
     }
 
-    /// Adds `path` to the results if it is a file and the pattern ends here; searches it for the
-    /// rest of the pattern if it is a directory.
+    /// Adds `path` to the found files if it is a file that the whole pattern matches, or continues
+    /// the search in it if it is a directory.
     fn visit_matched_path(&mut self, path: PathBuf, is_last: bool, next: usize) -> Result<(), DataError> {
         match read_metadata(&path)? {
             Some(meta) if meta.is_file() && is_last => self.found.push(DataFile { path, bytes: meta.len() }),

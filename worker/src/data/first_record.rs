@@ -90,8 +90,8 @@ fn parquet_has_row(
     }
 }
 
-/// Returns options for requests to the sandbox process by which it checks records without
-/// tokenizing them.
+/// Returns the options of requests that make the sandbox process check records without tokenizing
+/// them.
 fn to_check_only_options(options: RecordReadOptions<'_>) -> DocumentOptions<'_> {
     DocumentOptions {
         field: options.field,
@@ -101,7 +101,8 @@ fn to_check_only_options(options: RecordReadOptions<'_>) -> DocumentOptions<'_> 
     }
 }
 
-/// Fails if the sandbox process reported, as `result`, that a record of a data file is invalid.
+/// Fails unless `result`, the sandbox process's result for one record of a data file, states that
+/// the record is valid or was skipped.
 fn require_valid_result(
     result: DocumentResult,
     path: &Path,

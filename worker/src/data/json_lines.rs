@@ -17,8 +17,8 @@ use std::{
 pub(crate) const MAX_LINE_BYTES: usize = 16 << 20;
 /// Largest number of field names that an error message lists.
 const MAX_LISTED_FIELDS: usize = 8;
-/// The smallest length in bytes of a field name that error messages leave out of their lists of
-/// field names.
+/// The length in bytes at which a field name becomes too long for the lists of field names in error
+/// messages.
 const MAX_LISTED_NAME_BYTES: usize = 64;
 
 /// A callback that receives each line of a JSON lines file: its number, from 1, and its text.
@@ -76,8 +76,8 @@ pub(crate) fn parse_chat_record(line: &str, field: &str) -> Result<ChatRecord, R
     Ok(ChatRecord { messages, tools: tools.filter(|t| !t.is_none()) })
 }
 
-/// Parses one line of a JSON lines file as an object, and returns the values of the fields
-/// `required` and `optional`. Skips all other fields.
+/// Parses one line of a JSON lines file as an object, and returns the values of two of its fields,
+/// of which the second may be missing. Skips all other fields.
 fn parse_two_fields<'de, T: Deserialize<'de>>(
     line: &'de str,
     required: &str,

@@ -12,9 +12,9 @@ pub(crate) struct LossMaskedText {
 }
 
 impl LossMaskedText {
-    /// Returns a function that sets [`NO_LOSS_BIT`] in each token whose bytes overlap no range that
-    /// counts for the loss. The arguments are the token and the start and end of its bytes. Tokens
-    /// must be passed in the order of the text.
+    /// Returns a function that takes a token with its byte range, and sets the bit [`NO_LOSS_BIT`]
+    /// in the token if no byte of it counts for the loss. The arguments are the token and the start
+    /// and end of its bytes. Tokens must be passed in the order of the text.
     pub(crate) fn create_mask(&self) -> impl FnMut(u32, usize, usize) -> u32 {
         let mut loss_ranges = self.loss_ranges.iter().peekable();
         move |token, from, to| {

@@ -112,8 +112,8 @@ pub struct SampleOrder {
 }
 
 impl SampleOrder {
-    /// Creates the sample order of a run from `schedule`, the sequence of data sources, and from
-    /// the order of each source's samples.
+    /// Creates the sample order of a run from two orders: that in which the data sources take
+    /// turns, and that of the samples within each source.
     pub(crate) fn new(schedule: MixtureSchedule, sources: Vec<EpochPermutation>) -> Self {
         SampleOrder { schedule, sources }
     }

@@ -100,8 +100,8 @@ impl Packer {
         }
     }
 
-    /// Counts the inputs of sample `s` that count for the loss, which have a label other than
-    /// [`IGNORE_INDEX`].
+    /// Returns how many input tokens of sample number `s` have a label other than [`IGNORE_INDEX`],
+    /// and so count for the loss.
     pub(crate) fn count_targets(&self, stream: &impl TokenizedDocuments, s: u64) -> u64 {
         if stream.has_loss_mask() {
             let [mut tokens, mut labels, mut starts] = [0; 3].map(|_| vec![0; self.seq_len as usize]);
@@ -121,8 +121,8 @@ impl Packer {
         }
     }
 
-    /// Writes the sample whose first input is token number `base` of the stream, and which may
-    /// contain several documents.
+    /// Writes the tokens, labels and document starts of one sample, which begins at token number
+    /// `base` of the stream, to the buffers `out`.
     fn write_packed_sample(&self, stream: &impl TokenizedDocuments, base: u64, out: SampleBuffers) {
         let length = out.tokens.len();
         stream.read_tokens(base, out.tokens);
@@ -159,8 +159,9 @@ impl Packer {
         }
     }
 
-    /// Returns the range of the token stream that contains the inputs of sample number `s`, if
-    /// documents are not packed together. `index` is the content of `unpacked_index`.
+    /// Returns the range of token numbers in the stream that are the inputs of sample number `s`,
+    /// for data in which each sample contains a single document. `index` is the content of
+    /// `unpacked_index`.
     fn locate_unpacked_sample(&self, stream: &impl TokenizedDocuments, index: &[u64], s: u64) -> (u64, u64) {
         let entry = index.partition_point(|&before| before <= s) - 1;
         let mut document = entry as u64 * INDEX_STRIDE;

@@ -96,7 +96,8 @@ pub fn check_data(spec: &DataSpec, eval_files: &[String], workdir: &Path) -> Dat
     report
 }
 
-/// Checks the data files of a job's sources within a time limit, before the job starts.
+/// Checks the training and evaluation files of a job before it starts, until a time limit after
+/// which no further records are read.
 struct SourceChecker<'a> {
     spec: &'a DataSpec,
     workdir: &'a Path,

@@ -32,8 +32,8 @@ impl SplitFilter {
     }
 }
 
-/// Returns whether the hash of the text `piece` places the text in the share `share` (0 to 1) that
-/// is held out for evaluation.
+/// Returns whether a piece of text is held out for evaluation, which depends on its hash, so that
+/// on average the fraction `share` (0 to 1) of all pieces is held out.
 pub(super) fn is_held_out(piece: &str, share: f64) -> bool {
     let digest = blake3::derive_key("launch 2026 held-out split v1", piece.as_bytes());
     let mut first = [0; 8];

@@ -38,8 +38,8 @@ const HEADER_BYTES: usize = 256;
 /// threads can check blocks in parallel. Several threads can check the blocks. The digest of the
 /// body is the digest of the blocks' digests.
 const BLOCK_BYTES: usize = 1 << 20;
-/// The alignment in bytes of the memory ranges of a token cache that are released, which is the
-/// range that Linux maps per page fault.
+/// The granularity, in bytes, in which memory-mapped pages of a token cache file are released,
+/// equal to the memory that Linux maps per page fault.
 const FAULT_AROUND_BYTES: usize = 64 << 10;
 
 /// The header of a token cache file, which describes the stored tokens and contains digests to
@@ -115,14 +115,15 @@ impl TokenCacheHeader {
         if self.vocab_size <= 1 << 16 && !self.has_loss_mask { 2 } else { 4 }
     }
 
-    /// Returns the mask of the bits of a stored token that do not belong to the token's id, which
-    /// is [`NO_LOSS_BIT`] or 0.
+    /// Returns the bit mask of the flags in a stored token, which is [`NO_LOSS_BIT`] if the token
+    /// cache has a loss mask, otherwise 0.
     fn flag_mask(&self) -> u32 {
         if self.has_loss_mask { NO_LOSS_BIT } else { 0 }
     }
 
-    /// Computes the start of the document offsets and the total length of everything after the
-    /// header of a token cache file, in bytes. Returns `None` if no file can be so long.
+    /// Computes two byte counts for the part of a token cache file after the header: the position
+    /// of the list of document starts in this part, and the part's total length. Returns `None` if
+    /// no file can be so long.
     fn compute_body_layout(&self) -> Option<(u64, u64)> {
         let offsets =
             self.tokens.checked_mul(self.token_width_bytes() as u64)?.checked_next_multiple_of(8)?;
@@ -141,7 +142,8 @@ fn parse_le_u64(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |n, &b| n << 8 | u64::from(b))
 }
 
-/// An open, memory-mapped file with the tokens of one data source, whose whole content was checked.
+/// A memory-mapped token cache file with the tokens of one data source, which was checked for
+/// damage when it was opened.
 pub(crate) struct TokenCache {
     pub(crate) header: TokenCacheHeader,
     map: Mmap,
@@ -268,8 +270,8 @@ pub(crate) trait TokenizedDocuments {
     /// Returns the position of the first token of document number `d`, or the end of the stream if
     /// `d` is the number of documents.
     fn document_offset(&self, d: u64) -> u64;
-    /// Copies the `out.len()` tokens from position `from` on to `out`, including the bit
-    /// [`NO_LOSS_BIT`] of tokens that do not count for the loss.
+    /// Copies tokens of the stream, beginning with token number `from`, until the slice `out` is
+    /// full, and keeps the bit [`NO_LOSS_BIT`] of tokens that do not count for the loss.
     fn read_tokens(&self, from: u64, out: &mut [u32]);
     /// Returns whether the stream marks tokens that do not count for the loss, by the bit
     /// [`NO_LOSS_BIT`].

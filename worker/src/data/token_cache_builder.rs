@@ -37,8 +37,8 @@ const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// used ones. The least recently used ones beyond this number are deleted.
 const MAX_KEPT_CACHES: usize = 16;
 
-/// Everything that determines the content of a token cache: files, format, tokenizer, chat template
-/// and held-out split.
+/// Everything that determines the content of a token cache: the data files, the options for reading
+/// their records, the tokenizer, and whether training or held-out data is selected.
 pub(crate) struct TokenCacheInputs<'a> {
     /// The files in order, without empty ones.
     pub(crate) files: &'a [DataFile],
@@ -167,8 +167,8 @@ fn create_cache_directory(directory: &Path) -> Result<(), DataError> {
     Ok(())
 }
 
-/// Whether another process has finished the token cache for which this process waited, or this
-/// process must build the cache.
+/// The result of waiting for another process that builds a token cache: the finished cache, or the
+/// task to build it in this process.
 enum BuildLockOutcome {
     /// Another process has built the cache.
     AlreadyBuilt(Box<TokenCache>),
@@ -177,10 +177,10 @@ enum BuildLockOutcome {
     MustBuild(Option<File>),
 }
 
-/// Waits for the lock of a token cache until it is free or [`LOCK_TIMEOUT`] has passed, and returns
-/// whether this process must build the cache. In the second case this process must build the cache
-/// without the lock. `path` is the lock file. `open` opens the finished cache, and returns `None`
-/// if there is none.
+/// Waits for the lock of a token cache until the lock is free or [`LOCK_TIMEOUT`] has passed, and
+/// returns the cache if another process has built it meanwhile. In the second case this process
+/// must build the cache without the lock. `path` is the lock file. `open` opens the finished cache,
+/// and returns `None` if there is none.
 fn wait_for_build_lock(
     path: &Path,
     mut open: impl FnMut() -> Result<Option<TokenCache>, DataError>,
@@ -242,8 +242,8 @@ fn is_cache_unlocked(directory: &Path, stem: &str) -> bool {
     File::open(directory.join(format!("{stem}.lock"))).is_ok_and(|f| f.try_lock().is_ok())
 }
 
-/// Builds a token cache: tokenizes all data files, writes the tokens to a temporary file in
-/// `directory`, and renames the file to `path`.
+/// Tokenizes all data files into a temporary file in `directory`, and then renames this file to
+/// `path`, the final path of the token cache.
 fn build_cache(
     inputs: &TokenCacheInputs,
     key: [u8; 32],

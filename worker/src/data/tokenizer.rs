@@ -58,14 +58,14 @@ impl TextTokenizer {
         Self::new_byte_tokenizer_with_interpreter(SandboxInterpreter::new(rayon::current_num_threads()))
     }
 
-    /// Returns the built-in byte tokenizer, with `interpreter` as the client of the sandbox process
-    /// that interprets chat templates and Parquet files.
+    /// Returns the built-in byte tokenizer, which uses the client `interpreter` of a sandbox
+    /// process to read chat templates and Parquet files.
     fn new_byte_tokenizer_with_interpreter(interpreter: Arc<SandboxInterpreter>) -> Self {
         TextTokenizer { file: None, interpreter }
     }
 
-    /// Loads the tokenizer that the job names, in a sandbox process. A relative path starts at
-    /// `workdir`.
+    /// Loads the tokenizer that the job file selects: the built-in byte tokenizer, or a
+    /// tokenizer.json that a new sandbox process interprets. A relative path starts at `workdir`.
     ///
     /// The end-of-document token is the `eos_token` of tokenizer_config.json in the same directory,
     /// otherwise the `eos_token` of special_tokens_map.json. If neither file names one, the first
@@ -74,8 +74,8 @@ impl TextTokenizer {
         Self::open_with_interpreter(spec, workdir, SandboxInterpreter::new(rayon::current_num_threads()))
     }
 
-    /// Opens the job's tokenizer, which is the built-in byte tokenizer or a tokenizer.json that the
-    /// sandbox process of the client `interpreter` loads.
+    /// Loads the tokenizer that the job file selects: the built-in byte tokenizer, or a
+    /// tokenizer.json that the sandbox process of `interpreter` interprets.
     pub(crate) fn open_with_interpreter(
         spec: &TokenizerSpec,
         workdir: &Path,
@@ -157,8 +157,8 @@ impl TextTokenizer {
         }
     }
 
-    /// Converts a failure of the sandbox process to an error that names the tokenizer, for requests
-    /// that interpret no data file.
+    /// Converts a failure of the sandbox process to an error that names the tokenizer's file, used
+    /// for work in which no data file is read.
     fn to_tokenizer_error(&self, failure: InterpreterFailure, step: InterpretationStep) -> DataError {
         let path = self.path().unwrap_or(Path::new(BYTE_TOKENIZER_NAME));
         to_interpretation_error(failure, step, path, None, None)
@@ -181,8 +181,9 @@ impl TextTokenizer {
         }
     }
 
-    /// Returns a digest of everything that affects how the tokenizer encodes text, from which the
-    /// names of token caches are derived. Tokenizers with equal digests encode equal texts equally.
+    /// Returns a hash of everything that affects how the tokenizer converts text to token ids, by
+    /// which token caches of different tokenizers are distinguished. Tokenizers with equal digests
+    /// encode equal texts equally.
     pub fn digest(&self) -> [u8; 32] {
         let mut hasher = blake3::Hasher::new_derive_key("launch 2026 tokenizer v1");
         match &self.file {
@@ -256,7 +257,7 @@ pub(crate) fn to_interpretation_error(
     }
 }
 
-/// Returns the error which reports that `problem` makes the tokenizer's file at `path` unusable.
+/// Builds the error which reports the path of an unusable tokenizer file and the reason `problem`.
 fn build_invalid_tokenizer_error(path: &Path, problem: TokenizerProblem) -> DataError {
     DataError::InvalidTokenizer { path: path.to_path_buf(), problem }
 }

@@ -40,9 +40,10 @@ impl SampleSource for GeneratedSamples {
     }
 }
 
-/// Builds a job that trains a model for `launch gpu-check`, from the section `train.model` and
-/// further keys of `train` as text. `model` is the section `train.model` as YAML. `rest` sets
-/// further keys of `train`, separated by spaces; all other keys have their defaults.
+/// Builds a job for `launch gpu-check` that trains the given model, with the values of further
+/// `train` keys, such as the batch size, from the text `rest`. `model` is the section `train.model`
+/// as YAML. `rest` sets further keys of `train`, separated by spaces; all other keys have their
+/// defaults.
 pub(super) fn build_check_job(model: &str, rest: &str) -> diagnostic::Result<JobSpec> {
     let text = format!("name: gpu-check\ntrain: {{data: {{files: [none]}}, model: {{{model}}}}}\n");
     let set: Vec<String> = rest.split_whitespace().map(|s| format!("train.{s}")).collect();
@@ -81,8 +82,8 @@ pub(super) fn train_one_step(running: &mut RunningTrainer) -> Result<(f64, f64),
     Ok((outcome.loss, outcome.grad_norm))
 }
 
-/// Runs `check`, a function that checks an open GPU, and turns a panic in it into an internal
-/// error. Every error has the category `Failed`, because the GPU was usable.
+/// Runs a function that checks an open GPU, and returns its result, or an internal error if the
+/// function panics. Every error has the category `Failed`, because the GPU was usable.
 pub(super) fn run_check<T>(check: impl FnOnce() -> diagnostic::Result<T>) -> diagnostic::Result<T> {
     catch_panic(check).map_err(|error| error.with_category(Category::Failed))
 }

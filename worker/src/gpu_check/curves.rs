@@ -13,8 +13,9 @@ use device::{Cpu, cuda::CudaLibrary};
 use serde_json::json;
 use std::{path::Path, sync::Arc};
 
-/// Trains a model on the GPU and on the CPU, and reports for each number of ranks how much the
-/// losses differ. With [`CurveRanks::NcclTwoRanks`], `second_rank` is the other rank.
+/// Trains a small model on the GPU and on the CPU for a few steps, and reports how much the losses
+/// differ, with one row for each tested number of ranks. With [`CurveRanks::NcclTwoRanks`],
+/// `second_rank` is the other rank.
 pub(super) fn compare_curves(
     output: &PartOutput,
     open: GpuOpener,
@@ -73,8 +74,8 @@ pub(super) fn compare_curves(
     Ok(())
 }
 
-/// Opens the NCCL library, or returns `None` and reports that the comparison `subject` is skipped
-/// if the library cannot be used.
+/// Opens the NCCL library, or reports in the result table that the comparison named `subject` is
+/// skipped because NCCL is unusable, and returns `None`.
 fn open_nccl_or_skip(output: &PartOutput, subject: &str, transport: CurveRanks) -> Option<NcclLibrary> {
     let directories = collect_library_search_paths(&[], Path::new("")).list_directories(CudaLibrary::Nccl);
     let reason = match NcclLibrary::open(&directories) {
@@ -88,8 +89,8 @@ fn open_nccl_or_skip(output: &PartOutput, subject: &str, transport: CurveRanks) 
     None
 }
 
-/// Compares the GPU's losses with the CPU's within `tolerance`, and bit by bit with the GPU's
-/// losses of one rank. Returns the row of the comparison.
+/// Checks that the GPU's losses differ from the CPU's by at most the relative `tolerance`, and
+/// equal the losses of one GPU rank if those are given. Returns the row of the comparison.
 fn compare_losses(
     subject: String,
     tolerance: f64,

@@ -7,8 +7,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Memory that processes of this user share, in the form of an unnamed file in a file system in
-/// memory.
+/// Memory that several processes of `launch gpu-check` share, as an unnamed file that exists only
+/// in memory.
 pub(super) struct MemoryFile(OwnedFd);
 
 impl MemoryFile {

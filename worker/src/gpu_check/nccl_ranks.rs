@@ -28,10 +28,11 @@ use std::{
 /// The time after which the process of rank 1 of the two-rank training is killed if it has not
 /// ended.
 const RANK_TIMEOUT: Duration = Duration::from_secs(60);
-/// The size in bytes of each slot of shared memory through which the two ranks exchange data.
+/// The size in bytes of each staging buffer in shared memory through which the two ranks of the
+/// NCCL check exchange data.
 const STAGING_BYTES: usize = 1 << 20;
-/// The name of the value by which rank 1 of the two-rank training sends its losses to the process
-/// of rank 0.
+/// The name of the message with the losses of rank 1, which the process of rank 1 sends to that of
+/// rank 0.
 /// 0.
 const RANK_ONE_CURVE_NAME: &str = "curve of rank 1";
 
@@ -102,8 +103,8 @@ impl TwoRankTraining<'_> {
     }
 }
 
-/// Joins this process to the group of the two ranks, which communicate through the shared memory
-/// `memory`.
+/// Connects this process, which is rank 0 or 1 of the two-rank training, with the other rank
+/// through shared memory, and returns their communicator.
 fn join_ranks(memory: OwnedFd, rank: usize) -> diagnostic::Result<Arc<dyn Comm>> {
     let limits = ShmLimits { staging_bytes: STAGING_BYTES, ..ShmLimits::default() };
     Ok(Arc::new(ShmComm::join(memory, rank, 2, limits)?))

@@ -41,8 +41,8 @@ pub(super) enum TimedOpGroup {
 }
 
 impl TimedOpGroup {
-    /// The groups of timed operations (matmuls, attention, memory-bound operations), each with the
-    /// name of the `launch gpu-check` part that times the group.
+    /// The three parts of `launch gpu-check` that time single operations, each with the group of
+    /// operations that the part times.
     pub(super) const MODEL_OPERATION_GROUPS: [(&str, TimedOpGroup); 3] = [
         ("matmul", TimedOpGroup::Matmul),
         ("attention", TimedOpGroup::Attention),
@@ -121,8 +121,8 @@ fn prepare_timed_copy(cuda: &Cuda) -> Result<TimedOp<'_>, CudaError> {
     })
 }
 
-/// Prepares the timing of the bf16 matmul of `[m, k]` with the transpose of `[n, k]`: allocates the
-/// buffers, and returns the operation.
+/// Prepares the timing of a bf16 matmul of an `[m, k]` matrix with the transpose of an `[n, k]`
+/// matrix: allocates the buffers in GPU memory, and returns the operation.
 fn prepare_timed_matmul<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Result<TimedOp<'a>, CudaError> {
     let [mut y, x, w] = allocate_zeroed_buffers(cuda, Dtype::Bf16, [m * n, m * k, n * k])?;
     Ok(TimedOp {
@@ -135,8 +135,8 @@ fn prepare_timed_matmul<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Res
     })
 }
 
-/// The attention shapes of GPT-2 and of Llama-3.1-8B, which are timed: sequences, tokens, query
-/// heads, key heads, head size.
+/// The sizes with which attention is timed, those of GPT-2 and of Llama-3.1-8B: number of
+/// sequences, tokens per sequence, query heads, key heads, head size.
 const ATTENTION_SHAPES: [[usize; 5]; 2] = [[8, 1024, 12, 12, 64], [2, 2048, 32, 8, 128]];
 
 /// Prepares the timing of bf16 attention: allocates the buffers, and returns the forward and the

@@ -92,8 +92,9 @@ enum PartLine {
     Other(String),
 }
 
-/// Runs a part of the GPU check in a new process, and passes each of its messages to `on_message`
-/// as soon as it arrives. Kills the process and its descendants after `limit`.
+/// Runs a part of the GPU check in a new process, and passes each message of the process to the
+/// callback `on_message` as soon as it arrives. Kills the process and its descendants after
+/// `limit`.
 pub(super) fn run_part_process(
     command: &PartCommand,
     limit: Duration,

@@ -28,7 +28,8 @@ const MAX_REPEAT_TIME: Duration = Duration::from_secs(60);
 /// The time limit for repeating a failed part of the GPU check under compute-sanitizer, which
 /// detects invalid memory accesses.
 const MAX_SANITIZED_REPEAT_TIME: Duration = Duration::from_secs(120);
-/// The smallest remaining time of the whole GPU check at which a failed part is still repeated.
+/// The time that must be left until the time limit of the whole GPU check for a failed part to be
+/// repeated.
 const MIN_REPEAT_TIME: Duration = Duration::from_secs(2);
 
 /// The largest number of GPU calls that are printed for a failed part of the GPU check, namely the
@@ -216,10 +217,10 @@ impl PartRunner<'_> {
         record
     }
 
-    /// Returns why the process of a part of the GPU check failed, for an additional row in the
-    /// printed table of results. Returns `None` if the process succeeded, or if it ran to its end
-    /// and one of its result rows (`rows`) already reports a failure. `end` is the last message of
-    /// the process, if it sent one.
+    /// Returns the reason why a part of the GPU check failed, for a row of the result table, unless
+    /// the part's process succeeded or already reported the failure. Returns `None` if the process
+    /// succeeded, or if it ran to its end and one of its result rows (`rows`) already reports a
+    /// failure. `end` is the last message of the process, if it sent one.
     fn find_failure_reason(
         &mut self,
         part: &Part,

@@ -11,8 +11,8 @@ use diagnostic::{Diagnostic, codes};
 use jobspec::env;
 use std::ffi::OsString;
 
-/// The name of the part of `launch gpu-check` that describes the machine and runs before all
-/// others.
+/// The name of the part of `launch gpu-check` that prints the GPU, its libraries and environment
+/// variables before all other parts run.
 pub(super) const ENVIRONMENT_PART: &str = "environment";
 /// The group name of the parts of `launch gpu-check` that time the single operations of a training
 /// step and nothing else. They run only if `--only` or `--profile` selects them, because the parts
@@ -118,8 +118,8 @@ pub(super) fn list_parts(filter: PartFilter) -> Vec<Part> {
     parts
 }
 
-/// Adds the parts of the GPU check that train models to the list of parts, by calling `add` for
-/// each part.
+/// Adds the parts of the GPU check that train models to the list of parts, which grows by one part
+/// with each call of `add`.
 fn add_training_parts(tiny: bool, add: &mut dyn FnMut(String, PartWork, u64, u64)) {
     let add_curves = |add: &mut dyn FnMut(String, PartWork, u64, u64), transport: CurveRanks| {
         for (case, curve) in select_curve_cases(tiny).iter().enumerate() {

@@ -138,8 +138,8 @@ fn read_report_bytes(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Replaces a file by one with the content `bytes`, so that after a crash or a loss of power the
-/// file has its old or its new content.
+/// Writes `bytes` to a new file and renames it to `path`, so that the file at `path` has its old or
+/// its new content after a crash or power loss.
 fn replace_file_atomically(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut name = path.file_name().map(OsString::from).unwrap_or_default();
     name.push(format!(".{}.new", std::process::id()));

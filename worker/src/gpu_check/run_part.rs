@@ -28,8 +28,8 @@ const RANDOM_SHAPES: usize = 40;
 /// operations on the GPU with the CPU.
 const QUICK_RANDOM_SHAPES: usize = 2;
 
-/// The number by which the GPU check with `--tiny` divides the sizes of the realistic shapes on
-/// which operations are compared.
+/// The divisor that makes operands smaller in the GPU check with `--tiny`, for the comparison of
+/// operations on shapes of real models.
 const TINY_SHAPE_DIVISOR: usize = 1 << 9;
 
 /// Runs the part `name` of the GPU check in this process, and sends its table rows and its final
@@ -59,8 +59,8 @@ pub(super) fn run_part(
     Ok(is_ok)
 }
 
-/// Opens GPU number `device` for the operations of launch's own training runtime. An error has the
-/// category `Cluster`.
+/// Opens GPU number `device` with the kernels and CUDA libraries of launch's built-in training. An
+/// error has the category `Cluster`.
 pub(super) fn open_gpu(device: usize) -> diagnostic::Result<Arc<Cuda>> {
     Cuda::open(&collect_library_search_paths(&[], Path::new("")), device, find_kernel_cache_directory())
         .map(Arc::new)
@@ -132,8 +132,8 @@ fn open_gpu_with_cudnn(device: usize) -> Result<Cuda, CudaError> {
     Ok(cuda)
 }
 
-/// Converts the result of comparing a family of operations between GPU and CPU to a row of the
-/// result table.
+/// Converts the errors of the GPU's results, compared with the CPU's, for one family of operations
+/// (such as norms) to a row of the result table.
 fn to_family_row(report: &OpFamilyReport) -> ResultRow {
     let MaxErrors { f32, bf16, f16 } = report.max_errors;
     let failure = report.failure.clone().map(Diagnostic::from);

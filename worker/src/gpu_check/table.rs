@@ -16,7 +16,8 @@ impl ResultTable {
         ResultTable { began, needs_header: true }
     }
 
-    /// Prints a row of the result table, which belongs to the part `part` of the GPU check.
+    /// Prints one row of the result table, with the elapsed time and the name `part` of the
+    /// GPU-check part that sent the row.
     pub(super) fn print_row(&mut self, part: &str, row: &ResultRow) {
         if std::mem::take(&mut self.needs_header) {
             println!("| at, s | part | subject | values | result |\n|---|---|---|---|---|");
@@ -42,7 +43,7 @@ impl ResultTable {
     }
 }
 
-/// The longest text of a table cell, in characters.
+/// The number of characters after which the text of a cell in the printed result table is cut off.
 const MAX_CELL_CHARS: usize = 400;
 
 /// Converts a text to the content of a table cell: one line without control characters and with a

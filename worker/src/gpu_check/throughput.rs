@@ -29,13 +29,13 @@ use std::{
 /// The smallest share (0 to 1) of a training step's time for which an operation gets a row in the
 /// result table.
 const MIN_PRINTED_TIME_SHARE: f64 = 0.01;
-/// The names of GPUs with their peak rates in dense bf16 operations per second, from NVIDIA's data
-/// sheets (SXM versions).
+/// The names of GPUs, each with its peak speed in dense bf16 operations per second, from NVIDIA's
+/// data sheets (SXM versions).
 const PEAK_BF16_FLOPS: [(&str, f64); 4] =
     [("H100", 989.5e12), ("H200", 989.5e12), ("A100", 312e12), ("B200", 2250e12)];
 
-/// Measures the training speed of model number `number` and the time of each operation in a step,
-/// and reports both in the result table.
+/// Trains one of the timed models of the GPU check, and reports the training speed and the time of
+/// each operation in a step as rows of the result table.
 pub(super) fn report_model_speed(
     output: &PartOutput,
     open: GpuOpener,
@@ -58,8 +58,8 @@ pub(super) fn report_model_speed(
     report_used_kernels(output, &model.cuda)
 }
 
-/// Measures the time of each operation of a training step of the model number `number`, and reports
-/// each as a row of the result table.
+/// Trains one of the timed models of the GPU check for a few steps, and reports the time of each
+/// operation in a step as a table row.
 pub(super) fn report_model_profile(
     output: &PartOutput,
     open: GpuOpener,
@@ -74,8 +74,8 @@ pub(super) fn report_model_profile(
     report_step_profile(output, timed, &mut model, 0.0)
 }
 
-/// Measures how saving a checkpoint disturbs the training of model number `number` (blocked time
-/// and slowdown), and reports the result as a table row.
+/// Measures for how long saving a checkpoint blocks and slows down the training of one of the timed
+/// models, and reports the result as a table row.
 pub(super) fn report_save_cost(
     output: &PartOutput,
     open: GpuOpener,
@@ -99,8 +99,8 @@ pub(super) fn report_save_cost(
     Ok(())
 }
 
-/// Builds the model on the GPU and runs its first, slower steps, or reports the model as skipped if
-/// too little GPU memory is free.
+/// Builds a model on the GPU and runs the first, slower training steps, or reports the model as
+/// skipped and returns `None` if too little GPU memory is free.
 fn warm_up_if_it_fits(
     output: &PartOutput,
     timed: &TimedModel,
@@ -115,8 +115,8 @@ fn warm_up_if_it_fits(
     warm_up_model(timed, cuda).map(Some)
 }
 
-/// Measures how fast the model number `number` is trained on the GPU, and how much memory this
-/// takes. Returns the measured values as JSON.
+/// Trains one of the timed models of the GPU check on the GPU, and returns the training speed and
+/// the peak GPU memory as JSON. Returns the measured values as JSON.
 pub(super) fn measure_model(open: GpuOpener, tiny: bool, number: usize) -> diagnostic::Result<Value> {
     let timed = find_model_by_number(tiny, number)?;
     let (cuda, duration) = (open()?, select_timed_models(tiny).1);
@@ -178,7 +178,8 @@ fn warm_up_model(timed: &TimedModel, cuda: Arc<Cuda>) -> diagnostic::Result<Warm
     Ok(WarmedUpModel { job, spec, cuda, running })
 }
 
-/// A trainer on an open GPU that has already run the first steps, which are slower than the others.
+/// A model's trainer on an open GPU after its first training steps, which are slower than later
+/// steps and not measured.
 struct WarmedUpModel {
     job: JobSpec,
     spec: TrainSpec,
@@ -230,8 +231,8 @@ fn measure_training(
     Ok(TrainingMeasurement { tokens_per_s, flops, mfu, memory: cuda.peak_memory_bytes() })
 }
 
-/// Runs training steps until `is_enough` accepts their number and total time. Returns the mean
-/// seconds of one step.
+/// Runs training steps until the function `is_enough` returns true for the number of steps and
+/// their total time. Returns the mean seconds of one step.
 fn time_steps(
     running: &mut RunningTrainer,
     is_enough: &mut dyn FnMut(u32, Duration) -> bool,
@@ -295,8 +296,8 @@ fn measure_save_cost(
     Ok(SaveCost { blocked_seconds: blocked, seconds: saved.seconds, slowdown })
 }
 
-/// Creates the object that saves checkpoints of the training `running` to `directory`, to measure
-/// the cost of a save.
+/// Creates the [`CheckpointSaver`] that saves the measured training to `directory`, so that the
+/// cost of a save can be measured.
 fn build_checkpoint_saver(running: &RunningTrainer, job: &JobSpec, directory: &Path) -> CheckpointSaver {
     let (trainer, train, digest) = (&running.trainer, running.train_spec(), "generated".to_owned());
     let metadata = RunMetadata::new(trainer, train, job, digest, (Vec::new(), 0));

@@ -38,9 +38,8 @@ const BATCH_32X1024: &str = "data.seq_len=1024 batch.global=32 batch.micro=32";
 const BATCH_4X16X1024: &str = "data.seq_len=1024 batch.global=64 batch.micro=16";
 const BATCH_4X8X2048: &str = "data.seq_len=2048 batch.global=32 batch.micro=8";
 
-/// Returns the definition of a model whose training `launch gpu-check` times, with checkpoint saves
-/// and optimizer offload switched off. `part_name` is its name in the names of parts, and `order`
-/// its position among the timed models.
+/// Builds the entry of a model in the list of models whose training `launch gpu-check` times.
+/// `part_name` is its name in the names of parts, and `order` its position among the timed models.
 const fn define_timed_model(
     (part_name, order, expected_seconds): (&'static str, u8, u64),
     name: &'static str,
@@ -61,8 +60,8 @@ const fn define_timed_model(
     }
 }
 
-/// Returns the definition of a large model that is timed after the other models and needs `min_gib`
-/// GiB of GPU memory.
+/// Builds the entry of a large model in the list of timed models, which needs `min_gib` GiB of GPU
+/// memory and is timed after the smaller models.
 const fn define_large_model(
     part: (&'static str, u8, u64),
     min_gib: u16,
@@ -222,8 +221,8 @@ pub(super) fn find_model_by_number(tiny: bool, number: usize) -> diagnostic::Res
     })
 }
 
-/// Describes the models whose training `launch gpu-check` times as JSON, each with its
-/// `config.json`, so that other programs can train the same models.
+/// Returns a JSON description of each model that `launch gpu-check` times, with the model's
+/// config.json, so that other programs can time these models, too.
 pub(super) fn describe_timed_models_as_json(tiny: bool) -> diagnostic::Result<Value> {
     let models = select_timed_models(tiny).0.iter().map(|timed| {
         let spec = timed.build_job()?.1;
@@ -247,8 +246,8 @@ pub(super) fn describe_timed_models_as_json(tiny: bool) -> diagnostic::Result<Va
 }
 
 impl TimedModel {
-    /// Builds the job that trains this model for the measurement, and returns it with its `train`
-    /// section.
+    /// Builds the job by which `launch gpu-check` trains this model, in bf16 and without ZeRO
+    /// sharding, and returns it with its `train` section.
     pub(super) fn build_job(&self) -> diagnostic::Result<(JobSpec, TrainSpec)> {
         let job = build_check_job(self.model, &format!("precision=bf16 zero.stage=0 {}", self.rest))?;
         let mut spec = require_train_section(&job)?.clone();

@@ -24,13 +24,14 @@ impl BufferSpec {
         BufferSpec { name: "", len, is_f32: false }
     }
 
-    /// Declares a buffer of `len` elements that are f32, whatever the precision of the model.
+    /// Declares a buffer of `len` f32 elements, which stay f32 even if the model computes in bf16
+    /// or f16.
     pub(super) fn in_f32(len: usize) -> Self {
         BufferSpec { name: "", len, is_f32: true }
     }
 
-    /// Returns the buffer's element type: f32 for a buffer that is always f32, and `compute` (the
-    /// model's compute data type) for any other.
+    /// Returns the element type of the buffer: f32 if it was declared as always f32, otherwise the
+    /// data type `compute` in which the model computes.
     fn dtype(self, compute: Dtype) -> Dtype {
         if self.is_f32 { Dtype::F32 } else { compute }
     }
@@ -67,8 +68,8 @@ impl ActivationBuffers {
         self.names.iter().position(|n| *n == name).map(|i| &self.buffers[i])
     }
 
-    /// Returns references to all of these buffers as a struct `S`, which has one named field per
-    /// buffer, in the order of declaration.
+    /// Returns the buffers for reading as a struct with one named field per buffer, whose first
+    /// field is the buffer that was declared first.
     ///
     /// # Panics
     ///
@@ -77,8 +78,8 @@ impl ActivationBuffers {
         S::from_values(&mut self.buffers.iter())
     }
 
-    /// Returns exclusive references to all of these buffers as a struct `S`, which has one named
-    /// field per buffer, in the order of declaration.
+    /// Returns the buffers for writing as a struct with one named field per buffer, whose first
+    /// field is the buffer that was declared first.
     ///
     /// # Panics
     ///
@@ -88,8 +89,8 @@ impl ActivationBuffers {
     }
 }
 
-/// Returns the buffer declarations in the fields of the struct `set` as a list, each named after
-/// its field.
+/// Converts a struct with one buffer declaration per field to a list of declarations, in which each
+/// buffer gets its field's name.
 pub(super) fn list_buffer_specs<S: BufferSet<BufferSpec>>(set: S) -> Vec<BufferSpec> {
     let (mut specs, mut names) = (Vec::new(), Vec::new());
     set.append_fields(&mut specs);
@@ -100,20 +101,19 @@ pub(super) fn list_buffer_specs<S: BufferSet<BufferSpec>>(set: S) -> Vec<BufferS
 /// A struct with one field of type `T` for each buffer of a model, where `T` is a declaration of a
 /// buffer or a reference to one.
 pub(super) trait BufferSet<T>: Sized {
-    /// Creates a struct of buffers by taking one item from `values` for each field, in the order of
-    /// the fields.
+    /// Creates the struct from an iterator, which yields the values of the fields in their order.
     ///
     /// # Panics
     ///
     /// Panics if there are fewer values than fields.
     fn from_values(values: &mut impl Iterator<Item = T>) -> Self;
 
-    /// Appends the values of all fields of this struct, one field for each buffer of a model, to
-    /// `values`.
+    /// Appends the values of the struct's fields (buffers or buffer declarations) to the list
+    /// `values`, in the order of the fields.
     fn append_fields(self, values: &mut Vec<T>);
 
-    /// Appends the names of all fields of this struct, one field for each buffer of a model, to
-    /// `names`.
+    /// Appends the names of the struct's fields, which become the names of the model's buffers, to
+    /// the list `names`.
     fn append_names(names: &mut Vec<&'static str>);
 }
 

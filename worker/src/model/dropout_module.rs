@@ -25,21 +25,21 @@ impl DropoutModule {
         DropoutModule { rate, stream: RandomStream::new(seed, Purpose::Dropout, name) }
     }
 
-    /// Returns the number in the run of the first sample of `batch`, or `None` if dropout is
-    /// inactive for this micro-batch.
+    /// Returns the number of the micro-batch's first sample, counted over the whole run, or `None`
+    /// if no dropout is applied to the micro-batch.
     fn first_sample_if_active(&self, batch: &MicroBatch) -> Option<u64> {
         batch.first_sample.filter(|_| self.rate > 0.0)
     }
 
-    /// Returns the parameters with which attention ops drop attention probabilities, or `None` if
-    /// the module drops no elements.
+    /// Returns the dropout rate, random key and first sample for dropout of attention
+    /// probabilities, or `None` if no dropout is applied to the micro-batch.
     pub(super) fn create_attention_dropout(&self, batch: &MicroBatch) -> Option<AttentionDropout> {
         let first = self.first_sample_if_active(batch)?;
         Some(AttentionDropout { key: self.stream.key(), probability: self.rate, first_sequence: first })
     }
 
-    /// Returns the dropout parameters for activations with rows of `width` elements, or `None` if
-    /// the module drops no elements.
+    /// Returns the rate, random key and first sample for dropout of an activation with `width`
+    /// elements per token, or `None` if no dropout is applied.
     fn create_row_dropout(&self, batch: &MicroBatch, width: usize) -> Option<SampleDropout> {
         let first = self.first_sample_if_active(batch)?;
         Some(SampleDropout {

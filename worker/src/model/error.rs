@@ -150,18 +150,20 @@ pub enum ModelError {
 /// [`ModelError`].
 pub type Result<T> = std::result::Result<T, ModelError>;
 
-/// Formats entries of a config.json for a message, as keys with their values, separated by commas.
+/// Formats keys of a config.json with their values as text for an error message, separated by
+/// commas.
 fn format_config_entries(entries: &[(String, String)]) -> String {
     entries.iter().map(|(key, value)| format!("`{key}: {value}`")).collect::<Vec<_>>().join(", ")
 }
 
-/// Joins `items` with commas, or returns `empty` if there are no items.
+/// Returns the texts in `items` separated by commas, or the text `empty` if the list has no items.
 fn join_or_default(items: &[String], empty: &str) -> String {
     if items.is_empty() { empty.into() } else { items.join(", ") }
 }
 
 impl ModelError {
-    /// Returns which changes of the job or the config resolve the error, if some are known.
+    /// Returns advice on how to change the job or the config.json so that the error no longer
+    /// occurs, or no advice for some errors.
     fn list_help(&self) -> Vec<String> {
         let help = match self {
             ModelError::DropoutRateInvalid { .. } => "`train.model.dropout` sets all dropout rates".into(),

@@ -116,7 +116,7 @@ pub(super) struct ConfigKeyNames {
     pub(super) intermediate_size: &'static str,
 }
 
-/// Returns the entries of a JSON object, or no entries for any other value.
+/// Returns the entries of a JSON object, or an empty map if the JSON value is no object.
 pub(super) fn into_object_entries(value: Value) -> Map<String, Value> {
     match value {
         Value::Object(map) => map,
@@ -143,7 +143,8 @@ pub(super) struct HfConfigFields<'a> {
 /// The largest width, count or vocabulary that a config may declare.
 const MAX_SIZE_VALUE: u64 = 1 << 24;
 
-/// Builds the error for a key of config.json whose value is not one of the `expected` values.
+/// Builds the error for a key of config.json with an invalid value, which also describes the
+/// `expected` values.
 pub(super) fn invalid_value_error(
     key: impl Into<String>,
     value: &Value,
@@ -157,8 +158,8 @@ pub(super) fn invalid_value_error(
 }
 
 impl<'a> HfConfigFields<'a> {
-    /// Creates a reader for the keys and values `map` of a config.json, of which no key counts as
-    /// read yet.
+    /// Creates a reader for the config.json with the keys and values `map`, in which at first no
+    /// key is marked as read.
     pub(super) fn new(map: &'a Map<String, Value>) -> Self {
         HfConfigFields { map, read_keys: RefCell::default() }
     }

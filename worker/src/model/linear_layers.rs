@@ -26,9 +26,9 @@ pub(super) struct LinearLayers {
 }
 
 impl LinearLayers {
-    /// Creates the description of the layers' matmuls, at first without LoRA adapters and with
-    /// gradients for all weight matrices. `is_transposed` selects the storage order of matrices
-    /// ([`LinearFormat`]).
+    /// Creates the settings of the matmuls with the layers' weight matrices: no LoRA adapters yet,
+    /// and gradients computed for all matrices. `is_transposed` selects the storage order of
+    /// matrices ([`LinearFormat`]).
     pub(super) fn new(is_transposed: bool) -> Self {
         let format = LinearFormat { precision: LinearPrecision::default(), is_transposed };
         LinearLayers { format, adapters: Vec::new(), needs_grad: Vec::new() }
@@ -81,9 +81,9 @@ impl LinearLayers {
         declare_lora_scratch(&self.adapters, rows)
     }
 
-    /// Makes the backward pass skip the gradients of weight matrices without trained elements,
-    /// which `layers` mark. `layers` are the parameter units of the layers, and `linears` their
-    /// matmuls by [`LinearLayout::index`].
+    /// Makes the backward pass skip the gradients of weight matrices in which every element is
+    /// frozen. `layers` are the parameter units of the layers, and `linears` their matmuls by
+    /// [`LinearLayout::index`].
     pub(super) fn set_trained_params(&mut self, layers: &[ParamUnit], linears: [&LinearLayout; 4]) {
         let is_trained = |unit: &ParamUnit, linear: &LinearLayout| {
             linear.weight.end <= unit.len() && unit.has_trained_elements_in(linear.weight.clone())
@@ -92,16 +92,16 @@ impl LinearLayers {
         self.needs_grad = layers.iter().map(needs_grad).collect();
     }
 
-    /// Returns the matmul of the layer in `input` whose weight matrices are stored at the ranges in
-    /// `layout`.
+    /// Returns one matmul of the layer that `input` describes, with the weight matrices at the
+    /// positions in `layout`.
     pub(super) fn select_linear<'a>(&'a self, input: &'a LayerInput, layout: &'a LinearLayout) -> Linear<'a> {
         Linear { layers: self, input, layout }
     }
 }
 
-/// A matmul with one of a layer's weight matrices, including its biases and LoRA adapters. In the
-/// functions, `x` is the input of the matmul, `y` the output, and `g` the gradient of the layer's
-/// unit.
+/// One of the four matmuls of a layer (qkv, o, gate_up or down), including its biases and LoRA
+/// adapters. In the functions, `x` is the input of the matmul, `y` the output, and `g` the gradient
+/// of the layer's unit.
 #[derive(Clone, Copy)]
 pub(super) struct Linear<'a> {
     layers: &'a LinearLayers,

@@ -26,8 +26,8 @@ impl LinearLayout {
         self.modules.iter().map(|(_, outputs)| outputs).sum()
     }
 
-    /// Returns the sizes of the matmul: the number of rows of the micro-batch, the inputs per row,
-    /// and the outputs per row.
+    /// Returns the sizes of this matmul for one micro-batch: the number of tokens, the inputs per
+    /// token, and the outputs per token.
     pub(super) fn to_matmul_sizes(&self, input: &LayerInput) -> MatmulSizes {
         (input.batch.row_count(), self.inputs, self.output_width())
     }

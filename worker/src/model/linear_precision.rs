@@ -33,8 +33,8 @@ pub(super) struct LinearFormat {
 /// The sizes of a matmul: number of rows, inputs per row, outputs per row.
 pub(super) type MatmulSizes = (usize, usize, usize);
 
-/// Describes `x` as an operand of an fp8 matmul, for which the matmul rounds `x` to the fp8 format
-/// `format`. The operand is read transposed if `transposed` is set.
+/// Returns the description of the matrix `x` as an input of an fp8 matmul, which rounds the matrix
+/// to the fp8 format `format`. The operand is read transposed if `transposed` is set.
 fn create_fp8_operand(x: View<'_>, format: Fp8Format, transposed: bool) -> Fp8Operand<'_> {
     Fp8Operand { x, format, transposed }
 }
@@ -82,9 +82,9 @@ impl LinearFormat {
         }
     }
 
-    /// Rounds `dy`, the gradient of a linear layer's output, to the data type that the matmuls of
-    /// the backward pass read, except for fp8. If the backend rounds operands, writes the rounded
-    /// gradient to `buffer`, once for both matmuls.
+    /// Converts `dy`, the gradient of a linear layer's output, to the data type in which the
+    /// matmuls of the backward pass read it, or returns it unchanged with fp8. If the backend
+    /// rounds operands, writes the rounded gradient to `buffer`, once for both matmuls.
     pub(super) fn round_gradient<'a>(self, ops: &dyn Ops, dy: View<'a>, buffer: &'a mut Buf) -> View<'a> {
         match self.precision {
             LinearPrecision::ComputeDtype => ops.convert_to_matmul_dtype(dy, buffer),
@@ -112,8 +112,8 @@ impl LinearFormat {
         ops.fp8_matmul(dx, dy, w, m, inp, out, WriteMode::Overwrite);
     }
 
-    /// Computes the gradient of a linear layer's weight, `dw = dyᵀ · x`, in the storage order of
-    /// the weight.
+    /// Computes the gradient of a linear layer's weight, `dw = dyᵀ · x`, and stores it transposed
+    /// if the weight is stored transposed.
     pub(super) fn backward_weight(
         self,
         ops: &dyn Ops,

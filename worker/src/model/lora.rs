@@ -128,8 +128,8 @@ declare_buffer_set! {
     }
 }
 
-/// Mutable references to the scratch buffers of LoRA adapters, which the computation of one layer
-/// borrows.
+/// Mutable references to the temporary buffers of LoRA adapters, with which the adapters of one
+/// layer are computed.
 pub(super) type LoraScratch<'a> = LoraScratchBuffers<&'a mut Buf>;
 
 /// Creates the LoRA adapters of each layer, for those matrices that the job's LoRA targets select.
@@ -310,8 +310,8 @@ impl LayerAdapters {
         has_dropout
     }
 
-    /// Writes a LoRA adapter's scaled matrix B into `padded_b`, a matrix with one row per output
-    /// column of the matmul, and zeros the remaining rows.
+    /// Writes the matrix B of one LoRA adapter, multiplied by the LoRA factor, to the adapter's
+    /// rows of `padded_b`, and zeros all other rows.
     fn write_scaled_padded_b(
         &self,
         ops: &dyn Ops,
@@ -332,7 +332,7 @@ impl LayerAdapters {
         batch.first_sample.is_some() && self.dropout_rate > 0.0
     }
 
-    /// Returns the settings with which dropout is applied to a LoRA adapter's input, `[rows,
+    /// Returns the rate, random key and first sample for dropout of a LoRA adapter's input, `[rows,
     /// inputs]`, in the micro-batch `batch`. The mask depends on the run's seed, the module, the
     /// sample's number in the run and the position in the sample. The mask does not depend on rank
     /// or micro-batch.

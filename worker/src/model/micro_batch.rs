@@ -29,8 +29,8 @@ impl MicroBatch {
         self.sequences * self.seq_len
     }
 
-    /// Sets the first position to which each token attends, for layers in which a token attends to
-    /// at most `window` tokens, including itself.
+    /// Computes for each token the first position to which it attends in layers where attention
+    /// covers only the last `window` tokens, including the token itself.
     pub fn set_window_starts(&mut self, window: usize) {
         let seq_len = self.seq_len.max(1);
         let window_start =

@@ -1,4 +1,5 @@
-//! [`ModelSizes`], the sizes of a model, and [`TiedWeight`], a second name of one of its tensors.
+//! [`ModelSizes`], the sizes of a model, and [`TiedWeight`], a tensor that two modules share and
+//! that files store under one of two names.
 
 /// The sizes of a decoder-only transformer: vocabulary, width, layers and heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,8 +30,8 @@ impl ModelSizes {
     }
 }
 
-/// A tensor that files store once and that has a second name (alias), such as an output layer tied
-/// to the embedding (`_tied_weights_keys` in transformers).
+/// A tensor that is stored in files only once although it has two names, such as an embedding
+/// matrix that is also the output layer's matrix.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TiedWeight {
     /// The name that is not stored.

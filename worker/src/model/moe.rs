@@ -1,5 +1,5 @@
-//! Mixture-of-experts layers: the computation of experts on rows that are sorted by expert, and the
-//! losses that train routers ([`RouterStats`]).
+//! Mixture-of-experts layers: the forward and backward pass of routers and experts, and the losses
+//! that train the routers.
 //!
 //! Experts may be on other ranks than the tokens, so a layer is computed in parts: attention and
 //! router, token dispatch, experts, return of the rows, and weighted sum. The model computes the
@@ -12,8 +12,8 @@ use device::{
 use jobspec::ExpertsSpec;
 use std::ops::Range;
 
-/// The number, widths and router options of the experts in each mixture-of-experts layer of a
-/// model.
+/// The sizes and router options of a model's mixture-of-experts layers: experts per layer, experts
+/// per token, and the widths of an expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertShape {
     /// The number of experts of a layer.
@@ -36,7 +36,7 @@ impl ExpertShape {
         3 * self.intermediate * self.hidden
     }
 
-    /// Returns the arguments with which the router's ops are called for `m` rows (tokens).
+    /// Returns the sizes and options with which the compute backend runs a router on `m` tokens.
     fn to_router_shape(self, m: usize) -> RouterShape {
         RouterShape {
             m,
@@ -46,21 +46,21 @@ impl ExpertShape {
         }
     }
 
-    /// Returns the row ranges and matrices of the experts' first grouped matmul: for each expert,
-    /// its rows and its matrix of gate and up, `[2·intermediate, hidden]`.
+    /// Returns, for each expert, the range of its input rows and the position of its gate and up
+    /// matrices, as arguments of a grouped matmul.
     fn build_gate_up_groups(&self, rows: &[Range<usize>]) -> Vec<RowGroup> {
         self.build_expert_groups(rows, 0)
     }
 
-    /// Returns the row ranges and matrices of the experts' second grouped matmul: for each expert,
-    /// its rows and its matrix of the down projection, `[hidden, intermediate]`.
+    /// Returns, for each expert, the range of its input rows and the position of its
+    /// down-projection matrix, as arguments of a grouped matmul.
     fn build_down_groups(&self, rows: &[Range<usize>]) -> Vec<RowGroup> {
         self.build_expert_groups(rows, 2 * self.intermediate * self.hidden)
     }
 
-    /// Returns for each expert the range of its rows and the start of its matrix in the flat vector
-    /// of all experts' parameters, as arguments of a grouped matmul. `offset` is where the matrix
-    /// begins among the parameters of one expert.
+    /// Returns, for each expert, the range of its input rows and the position of one of its
+    /// matrices in the flat vector of all experts' parameters. `offset` is where the matrix begins
+    /// among the parameters of one expert.
     fn build_expert_groups(&self, rows: &[Range<usize>], offset: usize) -> Vec<RowGroup> {
         let group = |(i, r): (usize, &Range<usize>)| RowGroup {
             rows: r.clone(),
@@ -143,8 +143,8 @@ impl RouterOutput {
     }
 }
 
-/// The gradients that the router and attention of a layer receive in the backward pass, from the
-/// layer's experts and from the router losses.
+/// The inputs of the backward pass of a layer's router and attention: the gradients from the
+/// layer's experts, and those of the router losses.
 pub struct RouterBackwardGrads<'a> {
     /// The gradients of the experts' inputs, one row for each token and each of its selected
     /// experts, `[dispatched rows, hidden]`.
@@ -161,8 +161,8 @@ pub struct RouterBackwardGrads<'a> {
     pub z_loss_coef: f32,
 }
 
-/// The parameters of several experts, and their input rows: one row for each token that was
-/// dispatched to an expert, sorted by expert.
+/// The inputs of the experts' forward pass: the parameters of several experts, and one row for each
+/// pair of a token and its chosen expert, sorted by expert.
 pub struct ExpertInputs<'a> {
     /// The flat vector of the parameters of the experts.
     pub params: View<'a>,
@@ -172,8 +172,9 @@ pub struct ExpertInputs<'a> {
     pub rows: View<'a>,
 }
 
-/// Computes the outputs of the experts `e`, whose activation is SwiGLU. Writes the outputs of the
-/// gate and up projections to `gate_up`, `[rows, 2·intermediate]`.
+/// Runs the forward pass of several experts (SwiGLU networks) on the token rows that were
+/// dispatched to them. Writes the outputs of the gate and up projections to `gate_up`, `[rows,
+/// 2·intermediate]`.
 ///
 /// If `out` is `Some`, also writes the outputs of the experts to its first view, `[rows, hidden]`.
 /// Its second view is scratch memory, `[rows, intermediate]`. If `out` is `None`, computes only
@@ -200,9 +201,9 @@ pub fn experts_forward(
     ops.grouped_forward(out, act.as_view(), e.params, &shape.build_down_groups(e.expert_ranges), d, f);
 }
 
-/// The inputs, outputs and scratch memory with which the backward pass computes the gradients of
-/// the experts' inputs (not of their parameters). A row belongs to one token that was dispatched to
-/// one expert. Rows are sorted by expert.
+/// The inputs, outputs and scratch memory of the backward pass that computes the gradients of the
+/// experts' inputs, but not those of the experts' parameters. A row belongs to one token that was
+/// dispatched to one expert. Rows are sorted by expert.
 pub struct ExpertBackwardBuffers<'a> {
     /// The outputs of the gate and up projections that [`experts_forward`] computed, `[rows,
     /// 2·intermediate]`.
@@ -226,16 +227,16 @@ pub struct ExpertBackwardBuffers<'a> {
     pub dgate_up: ViewMut<'a>,
 }
 
-/// Recomputes the input of the experts' down projection, `act`, `[rows, intermediate]`, from
-/// `gate_up`, `[rows, 2·intermediate]`.
+/// Computes SwiGLU from the experts' gate and up projections, and writes the result, which is the
+/// input of the down projection, to `act`.
 pub fn compute_expert_activation(ops: &dyn Ops, shape: ExpertShape, gate_up: View, act: ViewMut) {
     let f = shape.intermediate;
     ops.swiglu_forward(act, gate_up, gate_up.len() / (2 * f), f);
 }
 
-/// Computes the gradients of the inputs of the experts `e`, and writes them to `b.drows`, one row
-/// for each token that was dispatched to an expert. Also computes the gradient of the factor by
-/// which the router multiplies each expert output (`b.dweights`).
+/// Computes the gradient of each token row that was an input of the experts `e`, and writes it to
+/// the same row of `b.drows`. Also computes the gradient of the factor by which the router
+/// multiplies each expert output (`b.dweights`).
 ///
 /// Does not compute gradients of parameters. The caller must then pass `b.act` and `b.dgate_up` to
 /// [`compute_expert_param_gradients`], which computes those of the experts' parameters.
@@ -266,8 +267,9 @@ pub fn experts_backward_input(ops: &dyn Ops, shape: ExpertShape, e: &ExpertInput
     );
 }
 
-/// The values from which the gradients of the experts' parameters are computed: inputs, activations
-/// and gradients of each row. A row belongs to one token that was dispatched to one expert.
+/// The inputs of the backward pass that computes the gradients of the experts' parameters, with one
+/// row for each pair of a token and its chosen expert. A row belongs to one token that was
+/// dispatched to one expert.
 pub struct ExpertGradInputs<'a> {
     /// The experts' inputs, `[rows, hidden]`.
     pub rows: View<'a>,
@@ -327,8 +329,8 @@ pub struct RouterStats {
     copied: Event,
 }
 
-/// The total router loss of a micro-batch: either the value, or a pending copy to the host of the
-/// sums that determine the value.
+/// The sum of all router losses of a micro-batch, which is either known or will be computed from
+/// statistics that are still being copied from the GPU.
 pub enum PendingRouterLoss {
     /// The sum of the router losses.
     Known(f64),
@@ -379,8 +381,8 @@ impl RouterStats {
         self.layers.len() * (self.shape.experts + 1)
     }
 
-    /// Replaces the stored statistics of mixture-of-experts layer number `index` by those of
-    /// `routing`, the output of the layer's router. Does not wait for a device.
+    /// Replaces the statistics of one mixture-of-experts layer by those of the current micro-batch,
+    /// computed from the router's output `routing`. Does not wait for a device.
     pub fn record_layer(&mut self, ops: &dyn Ops, index: usize, routing: &RouterOutput) {
         let t = &mut self.layers[index];
         t.selection_counts.fill(0);
@@ -397,8 +399,8 @@ impl RouterStats {
         t.lse_squares = lse.host_slice().iter().map(|&l| f64::from(l) * f64::from(l)).sum();
     }
 
-    /// Starts to sum the router's probabilities and squared log-sum-exps over the tokens on the
-    /// device, for mixture-of-experts layer number `index`.
+    /// Starts to sum, over all tokens on the device, the probabilities and squared log-sum-exps of
+    /// one layer's router, from which the router losses are computed.
     fn sum_layer_on_device(&mut self, ops: &dyn Ops, index: usize, routing: &RouterOutput) {
         let (experts, sums) = (self.shape.experts, self.count_device_sums());
         if self.device_sums.len() < sums {
@@ -413,9 +415,9 @@ impl RouterStats {
         ops.dot_rows(squares.reborrow(), routing.lse.view(), routing.lse.view(), self.rows);
     }
 
-    /// Starts to copy the sums that determine a micro-batch's router losses from the device to the
-    /// host. `copy` is the number of this copy within the step, below `capacity`. On the CPU,
-    /// returns the router losses at once.
+    /// Starts to copy the statistics of all routers, from which a micro-batch's router losses are
+    /// computed, from device to host memory. `copy` is the number of this copy within the step,
+    /// below `capacity`. On the CPU, returns the router losses at once.
     pub fn start_loss_copy(&mut self, ops: &dyn Ops, copy: usize, capacity: usize) -> PendingRouterLoss {
         if ops.is_host() {
             return PendingRouterLoss::Known(self.compute_loss());
@@ -430,14 +432,14 @@ impl RouterStats {
         PendingRouterLoss::Copying { copy, mean_selections }
     }
 
-    /// Makes later work of this thread's GPU stream wait for all copies of router-loss sums that
-    /// were started.
+    /// Makes work that this thread enqueues on its GPU stream from now on wait for the running
+    /// copies of router statistics to the host.
     pub fn make_stream_wait_for_copies(&self) {
         self.copied.make_stream_wait();
     }
 
-    /// Waits for the copy from the device that `pending` describes, if there is one, and returns
-    /// the micro-batch's summed router loss.
+    /// Waits until the router statistics of a micro-batch have been copied from the device, if
+    /// necessary, and returns the sum of the router losses.
     pub fn finish_loss(&self, pending: &PendingRouterLoss) -> Result<f64, DeviceError> {
         let (copy, mean_selections) = match pending {
             PendingRouterLoss::Known(loss) => return Ok(*loss),
@@ -465,15 +467,16 @@ impl RouterStats {
         (self.rows * self.layers.len()) as f64
     }
 
-    /// Returns for each expert the average number of its selections per token and MoE layer. The
-    /// sum over all experts is the number of experts per token.
+    /// Returns, for each expert number, how often routers selected the expert, divided by the
+    /// number of tokens and of MoE layers. The sum over all experts is the number of experts per
+    /// token.
     fn mean_selections_by_expert(&self) -> impl Iterator<Item = f64> {
         let selections = |e: usize| self.layers.iter().map(|t| t.selection_counts[e]).sum::<u64>() as f64;
         (0..self.shape.experts).map(move |e| selections(e) / self.count_routed_rows())
     }
 
-    /// Computes the sum of the router losses (load-balancing loss and z-loss) on the host. Training
-    /// adds this sum to the mean loss.
+    /// Computes the sum of the router losses (load-balancing loss and z-loss) of one micro-batch
+    /// from statistics in host memory. Training adds this sum to the mean loss.
     fn compute_loss(&self) -> f64 {
         let prob_sum = |e: usize| self.layers.iter().map(|t| t.prob_sums[e]).sum::<f64>();
         let prob_sums: Vec<f64> = (0..self.shape.experts).map(prob_sum).collect();
@@ -481,9 +484,10 @@ impl RouterStats {
         self.compute_loss_from_sums(&selections, &prob_sums, self.layers.iter().map(|t| t.lse_squares).sum())
     }
 
-    /// Computes the weighted sum of the load-balancing loss and the z-loss from statistics of all
-    /// routers. `mean_selections` are each expert's selections per token and MoE layer, `prob_sums`
-    /// are each expert's summed probabilities, and `squares` is the sum of squared log-sum-exps.
+    /// Computes the sum of the weighted load-balancing loss and z-loss from three statistics, which
+    /// are summed over all MoE layers and tokens. `mean_selections` are each expert's selections
+    /// per token and MoE layer, `prob_sums` are each expert's summed probabilities, and `squares`
+    /// is the sum of squared log-sum-exps.
     fn compute_loss_from_sums(&self, mean_selections: &[f64], prob_sums: &[f64], squares: f64) -> f64 {
         let mean_probs = prob_sums.iter().map(|sum| sum / self.count_routed_rows());
         let balance: f64 = mean_selections.iter().zip(mean_probs).map(|(share, mean)| share * mean).sum();
@@ -491,10 +495,10 @@ impl RouterStats {
             + self.coefficients.z * squares / self.count_routed_rows()
     }
 
-    /// Computes two gradients for a router's backward pass, that of the load-balancing loss and
-    /// that of the z-loss. The first is the gradient of `scale` × [`RouterStats::compute_loss`]
-    /// with respect to the probabilities of a row, which is equal for all rows. The second is the
-    /// factor of Σ lse² in the scaled loss.
+    /// Computes the gradient of the load-balancing loss with respect to a router's probabilities,
+    /// and the factor of the squared log-sum-exps in the z-loss. The first is the gradient of
+    /// `scale` × [`RouterStats::compute_loss`] with respect to the probabilities of a row, which is
+    /// equal for all rows. The second is the factor of Σ lse² in the scaled loss.
     pub fn compute_loss_gradient(&self, scale: f64) -> (Vec<f32>, f32) {
         let factor = scale * self.coefficients.aux * self.shape.experts as f64 / self.count_routed_rows();
         let balance = self.mean_selections_by_expert().map(|share| (factor * share) as f32).collect();

@@ -125,8 +125,8 @@ impl RopeConfig {
         }
     }
 
-    /// Computes the frequency, in radians per position, with which rotary embedding rotates the
-    /// `i`-th pair of elements of a head. Computes in f32, as transformers does.
+    /// Computes by how many radians per position rotary embedding rotates pair number `i` of the
+    /// elements of an attention head. Computes in f32, as transformers does.
     fn compute_frequency(&self, i: usize, head_dim: usize) -> f32 {
         let exponent = (2 * i) as f32 / head_dim as f32;
         let inverse = 1.0 / (self.theta as f32).powf(exponent);
@@ -138,8 +138,8 @@ impl RopeConfig {
         }
     }
 
-    /// Returns the factor by which the cos and sin of the rotary embedding are multiplied, which is
-    /// 1 except with YaRN.
+    /// Returns the factor by which the tables of cos and sin are multiplied, which is YaRN's
+    /// attention factor, or 1 without YaRN.
     fn cos_sin_factor(&self) -> f32 {
         match self.scaling {
             RopeScaling::Yarn(rule) => rule.attention_factor as f32,
@@ -236,8 +236,8 @@ impl Llama3Scaling {
         Ok(rule)
     }
 
-    /// Adjusts `inverse`, the rotation frequency of one pair of head elements in radians per
-    /// position, for longer sequences by the method of Llama 3.1.
+    /// Returns the rotation frequency `inverse` (radians per position) after Llama 3.1's scaling,
+    /// which lowers low frequencies for longer sequences.
     fn scale_frequency(&self, inverse: f32) -> f32 {
         let (low, high, old) =
             (self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings);

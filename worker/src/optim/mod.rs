@@ -27,8 +27,8 @@ use std::{collections::HashMap, io, ops::Range, path::PathBuf};
 use stochastic_bf16::{StochasticUpdate, update_in_f32};
 use update_rule::UpdateInputs;
 
-/// The names and the optimizer settings of one group of parameters, in the form that checkpoints
-/// store.
+/// The name, the optimizer settings and the parameter names of one parameter group, in the form in
+/// which checkpoints store them.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct ParamGroup {
     /// The name of the group: `decay` or `no_decay`, or `group 1` or `group 1 no_decay` for entry 1
@@ -79,7 +79,7 @@ pub struct Optimizer {
 }
 
 /// How the optimizer updates one parameter: the method (such as Muon or AdamW), the parameter
-/// group, and the number of missed updates.
+/// group, and the number of updates that the parameter missed while frozen.
 struct ParamUpdateSettings {
     /// The index of the parameter's group.
     group: usize,
@@ -89,8 +89,9 @@ struct ParamUpdateSettings {
 }
 
 impl ParamUpdateSettings {
-    /// Returns the optimizer settings, the learning rate and the update count that apply to this
-    /// parameter in the step `step`. `shape` is the parameter's shape.
+    /// Returns the values with which one parameter is updated in an optimizer step, such as its
+    /// group's learning rate and the number of its updates so far. `shape` is the parameter's
+    /// shape.
     fn build_update_inputs<'a>(
         &self,
         spec: &'a OptimizerSpec,
@@ -147,8 +148,8 @@ impl Optimizer {
         })
     }
 
-    /// Sets for each parameter the number of updates that it missed while it was frozen, from
-    /// `lags` by name, or 0 for absent names.
+    /// Sets for every parameter how many optimizer steps it missed while it was frozen, by the
+    /// parameter's name in `lags`, or 0 if the name is absent.
     ///
     /// The bias correction of a parameter depends on the parameter's number of updates, which is
     /// smaller than the step if the parameter was frozen for a while.
@@ -172,8 +173,8 @@ impl Optimizer {
         &self.units[u]
     }
 
-    /// Starts to copy the optimizer states of parameter unit `u` (tensors that are gathered
-    /// together) from offload storage to the device, so that the next update waits less.
+    /// Starts to copy offloaded optimizer states of parameter unit `u` (tensors that are gathered
+    /// together) to the device before the update of the unit needs them.
     pub fn prefetch_states(&mut self, ops: &dyn Ops, u: usize) {
         let Some(st) = self.units.get_mut(u) else { return };
         st.roles.iter().for_each(|states| states.vector.read_ahead());
@@ -188,8 +189,8 @@ impl Optimizer {
         self.evict_states(u);
     }
 
-    /// Lets the operating system write file-backed optimizer states of parameter unit `u` (tensors
-    /// that are gathered together) to disk and free their memory.
+    /// Starts to write optimizer states of parameter unit `u` (tensors that are gathered together)
+    /// to their file and frees their memory, if they are offloaded to files.
     pub fn evict_states(&self, u: usize) {
         self.units.get(u).into_iter().flat_map(|st| &st.roles).for_each(|states| states.vector.evict_pages());
     }
@@ -206,7 +207,8 @@ impl Optimizer {
         self.units.iter_mut()
     }
 
-    /// Returns the settings of the optimizer from the job.
+    /// Returns the optimizer settings from the job file, such as the name of the optimizer and the
+    /// learning rate.
     pub fn spec(&self) -> &OptimizerSpec {
         &self.spec
     }
@@ -223,8 +225,8 @@ impl Optimizer {
         groups
     }
 
-    /// Converts the optimizer settings of a parameter group to the form that checkpoints store,
-    /// with an empty list of parameters.
+    /// Converts a parameter group's optimizer settings to the form in which checkpoints store them,
+    /// at first with no parameter names.
     fn to_param_group(&self, n: &GroupHyperparams) -> ParamGroup {
         let params = Vec::new();
         let GroupHyperparams { name, betas, eps, momentum, weight_decay, .. } = n.clone();
@@ -237,10 +239,10 @@ impl Optimizer {
         (0..unit.params.len()).any(|i| unit.is_trained(i) && self.params[u][i].method.direction.is_some())
     }
 
-    /// Prepares the gradients of the tensors in parameter unit `u` that an optimizer such as Muon
-    /// needs whole, before ranks gather the gradients. Muon replaces the gradients by the momentum.
-    /// On entry, `grad` is the gradient of the trained elements in this rank's range of the unit.
-    /// Overwrites the elements of these parameters.
+    /// Converts this rank's gradients of those tensors that an optimizer such as Muon updates as a
+    /// whole to the values that ranks then gather, such as the momentum. Muon replaces the
+    /// gradients by the momentum. On entry, `grad` is the gradient of the trained elements in this
+    /// rank's range of the unit. Overwrites the elements of these parameters.
     ///
     /// If the range is not the whole unit, the caller must afterwards gather the changed `grad` of
     /// all ranks, and pass it to [`Optimizer::update_unit`].
@@ -272,8 +274,8 @@ impl Optimizer {
         }
     }
 
-    /// Updates the parameters `params`, this rank's range of the parameter unit `u` (tensors that
-    /// are gathered together), and their optimizer states with the gradient `grad`.
+    /// Updates this rank's parameters of the parameter unit `u` (tensors that are gathered
+    /// together) and their optimizer states by one optimizer step.
     ///
     /// If [`Optimizer::needs_whole_gradient`] is true, [`Optimizer::prepare_whole_tensor_gradient`]
     /// must have changed `grad`, and `whole_grad` must be the changed gradient of the unit's

@@ -15,8 +15,8 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// A vector of optimizer states of one kind, such as first moments, with one element for each
-/// trained element of a parameter unit (tensors that are gathered together).
+/// A vector with the optimizer states of one kind, such as first moments, for one parameter unit
+/// (tensors that are gathered together), in memory or in a file.
 pub struct StateVector {
     storage: StateStorage,
     /// The event that completes with the most recent copy from or to offloaded states.
@@ -30,8 +30,8 @@ enum StateStorage {
     File { map: MmapMut, len: usize },
 }
 
-/// Counts the files for offloaded optimizer states that this process has created, to give each a
-/// different name.
+/// The number of files for offloaded optimizer states that this process has created, from which the
+/// name of the next file is formed.
 static FILE_COUNTER: AtomicU64 = AtomicU64::new(0);
 
 impl StateVector {
@@ -83,7 +83,8 @@ impl StateVector {
         let _ = self.last_copy.synchronize();
     }
 
-    /// Returns the optimizer states for reading without waiting, even if a copy is running.
+    /// Returns the optimizer states for reading immediately, although a copy to or from them may
+    /// still be running.
     fn unsynchronized_view(&self) -> View<'_> {
         match &self.storage {
             StateStorage::Memory(buf) => buf.view(),
@@ -99,8 +100,8 @@ impl StateVector {
         }
     }
 
-    /// Returns whether the optimizer states are stored outside of the memory in which the device
-    /// computes.
+    /// Returns whether the optimizer states are stored in host memory or in a file although the job
+    /// trains on a GPU.
     pub fn is_offloaded(&self, ops: &dyn Ops) -> bool {
         !self.is_empty() && self.unsynchronized_view().is_on_host() != ops.is_host()
     }
@@ -122,8 +123,8 @@ impl StateVector {
         self.last_copy.clone()
     }
 
-    /// Advises the operating system to read the optimizer states from the file to which they are
-    /// offloaded, because they are used soon. Does nothing for states in memory.
+    /// Asks the operating system to read the optimizer states from their file into memory ahead of
+    /// their use. Does nothing for states in memory.
     pub fn read_ahead(&self) {
         if let StateStorage::File { map, .. } = &self.storage {
             // only advice: without it pages are read when they are accessed
@@ -131,8 +132,8 @@ impl StateVector {
         }
     }
 
-    /// Starts to write optimizer states to the file in which they are offloaded, and releases the
-    /// memory of their pages. Does nothing for states in memory.
+    /// Starts to write changed optimizer states to the file in which they are offloaded, and
+    /// removes them from this process's resident memory. Does nothing for states in memory.
     pub fn evict_pages(&self) {
         if let StateStorage::File { map, .. } = &self.storage {
             self.wait_for_copies();

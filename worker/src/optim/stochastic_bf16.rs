@@ -20,8 +20,8 @@ pub(super) struct StochasticUpdate {
     chunk: Buf,
 }
 
-/// Computes the length of the fp32 buffer for updates of bf16 weights: the longest trained part of
-/// a tensor, but at most [`MAX_CHUNK_ELEMENTS`].
+/// Returns the number of elements of the fp32 buffer in which bf16 weights are updated: the longest
+/// part of a trained tensor that the rank owns, at most [`MAX_CHUNK_ELEMENTS`].
 pub fn compute_update_chunk_len<'a>(ranges: impl Iterator<Item = (&'a ParamUnit, Range<usize>)>) -> usize {
     let largest = |(unit, range): (&ParamUnit, Range<usize>)| {
         unit.list_trained_segments(range).iter().map(|s| s.flat.len()).max().unwrap_or(0)
@@ -41,10 +41,10 @@ impl StochasticUpdate {
         StochasticUpdate { keys, chunk }
     }
 
-    /// Updates bf16 weights `p` chunk by chunk: copies a chunk to fp32, calls `update`, and rounds
-    /// the result stochastically. Calls `update` once for each chunk, with an fp32 copy of the
-    /// chunk and the chunk's range in `p`. Then rounds the changed copy stochastically and writes
-    /// it to `p`.
+    /// Updates the bf16 weights `p` in chunks: copies each chunk to fp32, lets the function
+    /// `update` change the copy, and rounds the copy stochastically back to bf16. Calls `update`
+    /// once for each chunk, with an fp32 copy of the chunk and the chunk's range in `p`. Then
+    /// rounds the changed copy stochastically and writes it to `p`.
     ///
     /// `p` must contain the elements of segment `seg` of unit `u`. These elements and `step`, the
     /// number of the optimizer's step, determine the random numbers.
@@ -68,8 +68,8 @@ impl StochasticUpdate {
     }
 }
 
-/// Updates the weights `p`, a part of one tensor, by calling `update` with the weights as fp32
-/// values.
+/// Calls the function `update` with the weights `p` as fp32 values, of which a changed copy is
+/// rounded stochastically back to bf16 if the weights are bf16.
 ///
 /// If `rounding` is `Some`, `p` has bf16 weights, and `update` is called for each chunk
 /// ([`StochasticUpdate::update_in_chunks`]). If `rounding` is `None`, `update` is called once, with

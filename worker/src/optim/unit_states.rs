@@ -35,8 +35,8 @@ pub(super) struct StateLayout {
 }
 
 impl StateLayout {
-    /// Computes the position of each trained parameter's states in a vector of states of the kind
-    /// `role`, for the range `range` of `unit`'s concatenated tensors.
+    /// Assigns positions in a vector of optimizer states of one kind to all trained elements in a
+    /// range of a parameter unit (tensors that are gathered together).
     pub(super) fn new(role: TensorRole, unit: &ParamUnit, range: Range<usize>) -> Self {
         let (mut sharded, mut replicated) = (Vec::new(), Vec::new());
         for part in unit.list_trained_segments(range) {
@@ -58,20 +58,21 @@ impl StateLayout {
         StateLayout { role, sharded, replicated }
     }
 
-    /// Returns how many elements of the optimizer state vector are sharded among ranks, in contrast
-    /// to elements that every rank stores.
+    /// Returns the number of elements of the optimizer state vector that belong to sharded states,
+    /// which precede the states that every rank stores in full.
     fn sharded_len(&self) -> usize {
         self.sharded.last().map_or(0, |s| s.flat.end)
     }
 
-    /// Returns the length of this rank's vector of optimizer states in elements, which includes
-    /// sharded and replicated states.
+    /// Returns the length, in elements, of this rank's vector of optimizer states of one kind,
+    /// including states that every rank stores in full.
     pub(super) fn len(&self) -> usize {
         self.replicated.last().map_or(self.sharded_len(), |s| s.flat.end)
     }
 
-    /// Lists where the state vector contains the sharded optimizer states for the range `shard` of
-    /// a parameter unit's concatenated tensors. They are adjacent in the state vector.
+    /// Lists the parts of the optimizer state vector that belong to the range `shard` of a
+    /// parameter unit's concatenated tensors, apart from states that every rank stores in full.
+    /// They are adjacent in the state vector.
     fn list_sharded_segments(&self, unit: &ParamUnit, shard: Range<usize>) -> Vec<Segment> {
         let in_vector = |part: Segment| {
             let i = self.sharded.binary_search_by_key(&part.param, |s| s.param).ok()?;
@@ -82,15 +83,15 @@ impl StateLayout {
     }
 }
 
-/// Returns whether optimizer states of the kind `role` are sharded among ranks like the parameter
-/// `param`; otherwise every rank has them in full.
+/// Returns whether optimizer states of the kind `role` are sharded among ranks together with their
+/// parameter, instead of stored in full on every rank.
 fn is_sharded(role: TensorRole, param: &ParamSpec) -> bool {
     role.tensor_shape_for_weight(&param.shape).is_some_and(|shape| shape.len() == param.shape.len())
 }
 
 impl UnitStates {
-    /// Allocates zeroed optimizer states of the given kinds for a range of a parameter unit
-    /// (tensors that are gathered together).
+    /// Allocates zeroed optimizer states of several kinds for the trained elements in a range of a
+    /// parameter unit (tensors that are gathered together).
     ///
     /// # Errors
     ///
@@ -142,17 +143,17 @@ impl SameKindStates {
         self.vector.view()
     }
 
-    /// Lists the parts of the optimizer states of this kind that a rank with the shard `shard` of
-    /// `unit` writes to checkpoints. The owner of a parameter's first element writes its replicated
-    /// states.
+    /// Lists the parts of the optimizer states of this kind that a rank writes to checkpoints if it
+    /// owns the range `shard` of the parameter unit. The owner of a parameter's first element
+    /// writes its replicated states.
     pub fn list_saved_segments(&self, unit: &ParamUnit, shard: Range<usize>) -> Vec<Segment> {
         let begins_in_shard = |s: &&Segment| shard.contains(&unit.tensor_range(s.param).start);
         let replicated = self.layout.replicated.iter().filter(begins_in_shard).cloned();
         self.layout.list_sharded_segments(unit, shard.clone()).into_iter().chain(replicated).collect()
     }
 
-    /// Returns the optimizer states of this kind that a rank with the shard `shard` of `unit` reads
-    /// from checkpoints, sharded and replicated ones separately. Each item has the segments of
+    /// Returns the optimizer states of this kind that a rank must read from a checkpoint, first the
+    /// sharded ones, then those that every rank stores in full. Each item has the segments of
     /// consecutive elements.
     pub fn list_loaded_segments_mut(
         &mut self,
@@ -171,8 +172,8 @@ impl SameKindStates {
         unit.list_trained_params().any(|p| is_sharded(self.layout.role, p))
     }
 
-    /// Copies the sharded optimizer states of the range `shard` to a new vector, which has one
-    /// element for each trained element of the range.
+    /// Copies this rank's sharded optimizer states of this kind to a new vector, in which every
+    /// trained element of the range `shard` has a place.
     pub fn pack_trained(&self, ops: &dyn Ops, unit: &ParamUnit, shard: Range<usize>) -> Buf {
         let trained = unit.to_trained_range(shard.clone());
         let mut packed = ops.zeroed(Dtype::F32, trained.len());
@@ -184,8 +185,8 @@ impl SameKindStates {
         packed
     }
 
-    /// Overwrites this rank's sharded optimizer states of this kind from `whole`, a vector with one
-    /// element per trained element of the unit (tensors that are gathered together).
+    /// Overwrites this rank's sharded optimizer states of this kind with its part of `whole`, a
+    /// vector for all trained elements of the parameter unit.
     pub fn unpack_trained(&mut self, ops: &dyn Ops, unit: &ParamUnit, whole: View) {
         for s in &self.layout.sharded {
             let start = find_trained_offset(unit, s);
@@ -195,14 +196,14 @@ impl SameKindStates {
     }
 }
 
-/// Returns the position of the first element of `s`, a part of a trained tensor, in the
-/// concatenation of all trained tensors of `unit`.
+/// Returns the index of the first element of the tensor part `s` in a vector of only the trained
+/// elements of the parameter unit.
 fn find_trained_offset(unit: &ParamUnit, s: &Segment) -> usize {
     unit.to_trained_offset(unit.tensor_range(s.param).start + s.elements.start)
 }
 
-/// Counts the elements of the optimizer states of the kinds `roles` that a rank keeps for a range
-/// of a parameter unit (concatenated tensors that are gathered together).
+/// Counts the elements of all optimizer states of several kinds that a rank keeps for its range of
+/// a parameter unit (tensors that are gathered together).
 pub fn count_state_elements(roles: &[TensorRole], unit: &ParamUnit, range: Range<usize>) -> usize {
     roles.iter().map(|&role| StateLayout::new(role, unit, range.clone()).len()).sum()
 }
@@ -212,8 +213,8 @@ pub fn count_state_elements(roles: &[TensorRole], unit: &ParamUnit, range: Range
 pub(super) struct DeviceStates<'a>(pub(super) Vec<(&'a StateLayout, ViewMut<'a>)>);
 
 impl DeviceStates<'_> {
-    /// Returns those optimizer states of parameter number `param` that are sharded among ranks and
-    /// belong to this rank.
+    /// Returns the optimizer states of one parameter that are sharded among ranks, of which this
+    /// rank has a part.
     pub(super) fn select_sharded_states(&mut self, param: usize) -> StateViews<'_> {
         self.select_states(param, |layout| &layout.sharded)
     }
@@ -237,8 +238,8 @@ impl DeviceStates<'_> {
     }
 }
 
-/// Mutable slices of the optimizer states of one parameter, each with the kind of state, such as
-/// the first moment.
+/// The optimizer states of one parameter as mutable slices, one for each kind of state, such as the
+/// first moment.
 pub(crate) struct StateViews<'a>(Vec<(TensorRole, ViewMut<'a>)>);
 
 impl<'a> StateViews<'a> {
@@ -254,7 +255,7 @@ impl<'a> StateViews<'a> {
         self.0.swap_remove(i).1
     }
 
-    /// Borrows the range `r` of the elements of each optimizer state of the parameter.
+    /// Returns mutable slices of the elements `r` of every optimizer state of the parameter.
     pub(super) fn slice_mut(&mut self, r: Range<usize>) -> StateViews<'_> {
         StateViews(self.0.iter_mut().map(|(role, view)| (*role, view.slice_mut(r.clone()))).collect())
     }

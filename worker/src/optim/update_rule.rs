@@ -43,20 +43,22 @@ pub(super) type ElementwiseUpdate =
 /// A computation, such as Muon's orthogonalization, that derives the direction of an update from
 /// the gradient of a whole tensor.
 pub(crate) trait WholeTensorUpdate: Sync {
-    /// Returns the purpose, such as `Muon matrices`, that out-of-memory errors state for the memory
-    /// in which the directions of updates are computed.
+    /// Returns what this computation needs memory for, such as `Muon matrices`, as out-of-memory
+    /// errors name it.
     fn memory_label(&self) -> &'static str;
 
-    /// Returns how many elements [`WholeTensorUpdate::compute_direction`] allocates for a tensor of
-    /// the shape `shape`, for the memory estimate.
+    /// Returns how many elements [`WholeTensorUpdate::compute_direction`] allocates for one tensor
+    /// of the given shape, for the estimate of a rank's memory.
     fn count_allocated_elements(&self, shape: &[usize]) -> usize;
 
-    /// Converts consecutive elements of the gradient in place, such as to the momentum, before
-    /// ranks gather the gradient of the whole tensor. Updates the sharded states of these elements.
+    /// Converts this rank's part of a tensor's gradient in place to the values that ranks then
+    /// gather as a whole tensor, such as Muon's momentum. Updates the sharded states of these
+    /// elements.
     fn prepare_gradient(&self, ops: &dyn Ops, g: ViewMut, states: StateViews, inputs: &UpdateInputs<'_>);
 
-    /// Computes the direction in which a whole tensor is updated from `prepared`, the gathered
-    /// result of [`WholeTensorUpdate::prepare_gradient`]. Updates the replicated states.
+    /// Computes the direction in which a whole tensor is updated from the values that
+    /// [`WholeTensorUpdate::prepare_gradient`] computed and all ranks gathered. Updates the
+    /// replicated states.
     ///
     /// Every rank that updates a part of the tensor computes the whole direction, so the result
     /// does not depend on the sharding.
@@ -69,8 +71,8 @@ pub(crate) trait WholeTensorUpdate: Sync {
     ) -> Buf;
 }
 
-/// The optimizer settings, learning rate, update number and other values with which one parameter
-/// is updated, apart from gradient and states.
+/// The values, such as learning rate and update number, with which an optimizer updates one
+/// parameter, in addition to its gradient and its optimizer states.
 pub(crate) struct UpdateInputs<'a> {
     /// The optimizer's settings in the job.
     pub spec: &'a OptimizerSpec,

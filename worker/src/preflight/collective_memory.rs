@@ -9,13 +9,13 @@ use crate::{
 };
 use device::Dtype;
 
-/// The number of bytes of another rank's shared memory, two exchange slots, that an all-gather adds
-/// to this rank's resident memory.
+/// The estimated bytes of another rank's shared memory that become resident in this rank's process
+/// when an all-gather reads them.
 const PEER_CHUNK_BYTES: usize = 1 << 20;
 
 impl MemoryEstimator<'_> {
-    /// Computes the size in bytes of the buffers in which a rank sends token rows to, and receives
-    /// results from, the ranks that have the experts.
+    /// Computes the size in bytes of the buffers in which a rank exchanges parameters and gradients
+    /// of experts with the other ranks that own a part of them.
     pub(super) fn count_moe_message_bytes(&self, policy: ShardingPolicy, rank: usize, dtype: Dtype) -> u64 {
         let schedule = self.build_micro_batch_schedule(policy);
         let (mut gathered, mut sent, mut received) = (0, 0, 0);

@@ -64,8 +64,8 @@ impl MemoryEstimator<'_> {
             + self.count_written_gradient_elements(policy, rank, REDUCTIONS_IN_FLIGHT, |_| true)
     }
 
-    /// Computes the peak number of elements in buffers with whole gradients, both while gradients
-    /// are written and while they are still being reduced. Counts the gradients of units that
+    /// Computes the largest number of elements in whole-gradient buffers at one time, including
+    /// earlier gradients that are still being reduced. Counts the gradients of units that
     /// `has_buffer` accepts. While a gradient is written, up to `in_flight` earlier gradients are
     /// still being reduced and keep their buffers.
     fn count_written_gradient_elements(
@@ -135,8 +135,8 @@ struct GradientBufferSimulation {
 }
 
 impl GradientBufferSimulation {
-    /// Simulates that a gradient in the buffer `gradient` is complete: its reduction starts, or its
-    /// buffer is freed. Does nothing if there is no gradient.
+    /// Simulates the moment at which a gradient is completely written: either its reduction among
+    /// ranks starts, or its buffer is freed. Does nothing if there is no gradient.
     fn finish_gradient_write(&mut self, gradient: Option<usize>, is_reduced: bool) {
         let Some(len) = gradient else { return };
         match is_reduced {
@@ -145,8 +145,8 @@ impl GradientBufferSimulation {
         }
     }
 
-    /// Simulates that a rank has summed the gradients of its experts of one layer over several
-    /// micro-batches, `len` elements in total, and starts their reduction.
+    /// Simulates that a rank starts to reduce the gradients of its experts of one layer, `len`
+    /// elements that are summed over several micro-batches.
     fn start_stack_reduction(&mut self, len: usize) {
         match self.free_stacks.checked_sub(1) {
             Some(left) => self.free_stacks = left,

@@ -56,7 +56,8 @@ impl MemoryEstimator<'_> {
         MemoryEstimate { rank, total: parts.iter().map(|(_, b)| b).sum(), parts }
     }
 
-    /// Returns how many samples a micro-batch has, and how many tokens a sample has.
+    /// Returns the number of samples per micro-batch and the number of tokens per sample that the
+    /// job file sets.
     fn micro_batch_shape(&self) -> (usize, usize) {
         (self.train.batch.micro as usize, self.train.data.seq_len as usize)
     }
@@ -211,8 +212,8 @@ impl MemoryEstimator<'_> {
         pairs.or(lengths.first().copied()).unwrap_or(0) as u64
     }
 
-    /// Computes the number of elements that an optimizer such as Muon needs at most to gather and
-    /// process gradients of whole tensors. Also returns the purpose of this memory.
+    /// Computes how many elements of memory an optimizer such as Muon, which updates whole tensors,
+    /// needs for gathered gradients and temporary values. Also returns the purpose of this memory.
     ///
     /// These are the gathered gradient of the unit, and the larger of two buffers. One buffer
     /// contains the shard of the gradient that this rank sends, the other the direction of the
@@ -235,8 +236,8 @@ impl MemoryEstimator<'_> {
         owned.filter_map(of_unit).max_by_key(|(_, elements)| *elements).unwrap_or_default()
     }
 
-    /// Computes the size in bytes of the largest buffer in which the CPU backend accumulates a
-    /// 16-bit result in fp32.
+    /// Computes the size in bytes of the largest fp32 buffer in which the CPU backend sums a result
+    /// before it is rounded to 16 bits.
     ///
     /// For a matmul, the buffer contains 256 rows or 2²⁰ elements of the result at a time,
     /// whichever are more. For the gradient of q, k and v, the buffer contains the whole result.
@@ -247,9 +248,9 @@ impl MemoryEstimator<'_> {
         4 * largest.min(rows.max(1 << 20)).max(b * t * self.model.sizes().qkv_width()) as u64
     }
 
-    /// Computes the size in bytes of temporary GPU memory for matmuls, logits, fp8 operands and
-    /// attention. Counts the workspace of matmuls, and the largest of three buffers that are never
-    /// used at once.
+    /// Computes how many bytes of temporary memory the operations of a training step need on a GPU,
+    /// for matmuls, logits, fp8 operands and attention. Counts the workspace of matmuls, and the
+    /// largest of three buffers that are never used at once.
     ///
     /// These are a chunk of logits with their gradients, the fp8 operands, and the workspace of
     /// cuDNN's attention.

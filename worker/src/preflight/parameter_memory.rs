@@ -85,8 +85,8 @@ impl MemoryEstimator<'_> {
         (pool.allocated + cast_shard) as u64
     }
 
-    /// Returns for each use of a parameter unit (tensors that are gathered together) whether the
-    /// use overlaps with that of the next unit.
+    /// Determines for each use of a parameter unit (tensors that are gathered together) in a step
+    /// whether the unit stays in use while the next unit is used.
     ///
     /// The unit is still in use if it is the head's unit with a tied embedding or, in a backward
     /// pass, a layer's unit with its experts.
@@ -108,8 +108,8 @@ impl MemoryEstimator<'_> {
         casts_params_on_gather(policy, ParamDtypes::for_job(self.train), !self.job.cluster.trains_on_gpus())
     }
 
-    /// Returns whether ranks read each other's parameters in shared memory, because they are on one
-    /// host.
+    /// Returns whether ranks read each other's parameters directly in shared memory, which they do
+    /// if all ranks train on the CPUs of one host.
     pub(super) fn shares_params_in_memory(&self) -> bool {
         let cluster = &self.job.cluster;
         let one_host = match cluster.workers_per_host {
@@ -120,8 +120,8 @@ impl MemoryEstimator<'_> {
     }
 
     /// Computes the peak number of elements in other ranks' shards that are mapped into this rank's
-    /// memory during the uses `fetches` of parameter units. `peer_elements` returns, for the index
-    /// of a unit, the number of the unit's elements that other ranks own.
+    /// memory while a step uses the parameter units in `fetches`. `peer_elements` returns, for the
+    /// index of a unit, the number of the unit's elements that other ranks own.
     fn count_mapped_peer_elements(
         &self,
         fetches: &[PlannedFetch],

@@ -26,9 +26,9 @@ pub(super) struct KeptResources {
 }
 
 impl KeptResources {
-    /// Returns the shared memory of this host's ranks for an attempt (start of all workers), which
-    /// is inherited at first and later passed by the agent. Returns `None` if this process
-    /// inherited none.
+    /// Returns the file descriptor of the memory that this host's ranks share: the inherited one in
+    /// the first attempt (start of all workers), later one from the agent. Returns `None` if this
+    /// process inherited none.
     pub(super) fn take_shared_memory(&mut self, session: &AgentSession) -> Result<Option<OwnedFd>> {
         match std::mem::replace(&mut self.has_taken_memory, true) {
             false => take_inherited_descriptor(env::LAUNCH_SHM_FD),
@@ -51,8 +51,8 @@ impl KeptResources {
     }
 }
 
-/// Limits the threads for initialization, tokenizing and other CPU work outside of the training
-/// steps to `threads`.
+/// Sets the number of CPU threads that this process uses outside of the training steps, for example
+/// for tokenizing and for initial values.
 fn limit_cpu_threads(threads: usize) -> Result<()> {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().map_err(|e| {
         Diagnostic::error(codes::training::WORKER_THREAD_FAILED, "cannot start the thread pool")

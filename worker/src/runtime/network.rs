@@ -56,8 +56,9 @@ pub(super) fn connect_ranks_of_hosts(
     Ok(Arc::new(endpoint.join(&group, memory, TcpLimits { shm, ..TcpLimits::default() }, &stopper)?))
 }
 
-/// Converts the list of all ranks' addresses, which the controller of the run has sent, to the
-/// description of the group that this rank joins. Fails if the list does not fit this rank.
+/// Converts the addresses of all ranks, which the controller of the run has sent, to the
+/// description of the TCP group by which this rank connects to the others. Fails if the list does
+/// not fit this rank.
 fn build_peer_group(init: &WorkerInit, peers: WorkerPeers) -> Result<GroupSpec> {
     let rank = init.rank as usize;
     let is_on_this_host =
@@ -122,9 +123,9 @@ fn find_listen_address(wanted: &InterfaceSelector) -> Result<(IpAddr, String)> {
     Ok(select_listen_address(wanted, ssh.as_deref(), &addresses)?)
 }
 
-/// Selects from `addresses` the address on which this rank accepts connections of other ranks, as
-/// the interface setting `wanted` of the job requires. Also returns the reason for the selection.
-/// `ssh` is the value of `SSH_CONNECTION`.
+/// Selects the network address on which this rank accepts connections of other ranks, by the job's
+/// interface setting `wanted`. Also returns the reason for the selection. `ssh` is the value of
+/// `SSH_CONNECTION`.
 fn select_listen_address(
     wanted: &InterfaceSelector,
     ssh: Option<&str>,

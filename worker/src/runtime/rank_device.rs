@@ -33,8 +33,8 @@ pub(super) enum RankDevice {
 }
 
 impl RankDevice {
-    /// Opens the device that the job selects for this rank: the CPUs of the host, or the one GPU
-    /// that the rank's environment makes visible.
+    /// Opens the device on which this rank trains: the CPUs of the host, or the only GPU that is
+    /// visible in the rank's environment.
     pub(super) fn open(init: &WorkerInit) -> Result<RankDevice> {
         let cluster = &init.job.cluster;
         if !cluster.trains_on_gpus() {
@@ -72,9 +72,9 @@ impl RankDevice {
         }
     }
 
-    /// Connects this rank's device with those of the other ranks, and returns the communicator for
-    /// collectives on data in device memory. `hosts` is the communicator that transfers data
-    /// between host memories.
+    /// Returns the communicator with which this rank takes part in collectives on device memory,
+    /// over NCCL or through host memory. `hosts` is the communicator that transfers data between
+    /// host memories.
     ///
     /// On a CPU, returns `hosts`. On a GPU, returns either `hosts` with copies between GPU memory
     /// and host memory, or an NCCL communicator, which is set up through `hosts`. An abort of the
@@ -132,8 +132,8 @@ fn open_cpu(threads: usize) -> Result<Cpu> {
     })
 }
 
-/// Applies settings of the job's `train` section that concern GPUs, such as the kernels of
-/// attention, to `cuda`, the opened GPU.
+/// Configures the opened GPU `cuda` by the job's `train` section, for example whether cuDNN
+/// computes attention.
 fn configure_gpu(cuda: &Cuda, train: &TrainSpec, paths: &LibrarySearchPaths) -> Result<()> {
     if train.precision == Precision::Fp8 {
         cuda.require_fp8()

@@ -40,7 +40,8 @@ pub(super) struct SampleSets {
 }
 
 impl SampleSets {
-    /// Opens the training and evaluation data on all ranks. Ranks that have opened the data in an
+    /// Opens the training and evaluation data on this rank, or reuses data that all ranks have
+    /// opened in an earlier attempt (start of all workers). Ranks that have opened the data in an
     /// earlier attempt use them again, if all ranks then have the same data and the same tokenizer.
     /// Otherwise all ranks open the tokenizer and the data again. Returns whether this rank opened
     /// the data in this call.
@@ -73,10 +74,10 @@ impl SampleSets {
             .into())
     }
 
-    /// Opens the training and evaluation data on rank 0, and then on all other ranks, unless a rank
-    /// has opened the data in an earlier attempt. Rank 0 builds the token caches (files with the
-    /// tokens) first, and then the other ranks use them. Returns the first rank whose data differ
-    /// from those of rank 0. Collective: every rank must call it.
+    /// Opens the training and evaluation data on rank 0 first and then on all other ranks, so that
+    /// only rank 0 builds the token caches. Rank 0 builds the token caches (files with the tokens)
+    /// first, and then the other ranks use them. Returns the first rank whose data differ from
+    /// those of rank 0. Collective: every rank must call it.
     fn open_in_turns(
         opened: &mut Option<Self>,
         train: &TrainSpec,
@@ -149,8 +150,8 @@ impl SampleSets {
     }
 }
 
-/// Builds the request to generate text after an evaluation, and the function that decodes the
-/// generated tokens.
+/// Builds the request to generate text from the job's prompt after an evaluation, and the function
+/// that converts the generated tokens to text.
 ///
 /// Decoded text ends before the first end-of-document token.
 fn build_generation_request<'a>(

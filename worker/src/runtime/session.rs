@@ -41,18 +41,19 @@ const MESSAGE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The longest wait of a rank until all ranks of the job accept connections. Ranks start at about
 /// the same time.
 const PEERS_TIMEOUT: Duration = Duration::from_secs(120);
-/// How long a rank waits for a stop request after one of its collectives has failed before the
-/// first step. The request reaches all ranks at about the same time.
+/// How long a rank whose collective failed before the first step waits for a stop request, to find
+/// out whether a stop of other ranks caused the failure. The request reaches all ranks at about the
+/// same time.
 const STOP_ARRIVAL_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time between two checks whether the agent (launch's process on the host) has requested this
 /// rank to stop.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// How long a rank whose collectives another rank aborted waits before it reports the failure to
-/// the agent (launch's process on the host). The controller then learns of the failed rank or host
-/// first.
+/// How long a rank waits before it reports that another rank aborted its collectives, so that the
+/// controller first hears of the rank that really failed. The controller then learns of the failed
+/// rank or host first.
 const ABORT_ARRIVAL_TIME: Duration = Duration::from_millis(100);
-/// How long a rank whose collectives were aborted waits until the controller decides whether the
-/// rank's process is kept for the next attempt (start of all workers). The controller may need this
+/// How long a rank whose collectives were aborted waits for the controller's decision whether its
+/// process stays alive for the next attempt (start of all workers). The controller may need this
 /// long to notice that a host is lost.
 const LEAVE_DECISION_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest time for sending the user the notice that a run stopped before its first step. After
@@ -62,8 +63,8 @@ const STOP_NOTICE_TIMEOUT: Duration = Duration::from_secs(1);
 /// host) is closed.
 const AGENT_ENDED_REASON: &str = "the agent closed the control connection";
 
-/// The state of this rank before its first step (preparing, waiting for other ranks, or training),
-/// which decides how a stop request is handled.
+/// Whether this rank prepares its first step, waits for other ranks or already trains, on which
+/// depends whether a stop request ends the process at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FirstStepReadiness {
     /// The rank prepares data, model or checkpoint. A stop request ends the process, because no
@@ -76,9 +77,9 @@ enum FirstStepReadiness {
     Training,
 }
 
-/// The pending requests of the agent (launch's process on the host) to this worker: to stop, to
-/// save, or to apply changed job values. Reloads and saves take effect at the next step boundary. A
-/// stop also ends evaluations and gathers early.
+/// The requests of the agent (launch's process on the host) that this worker has not handled yet:
+/// to stop, to save, or to apply changed values of the job file. Reloads and saves take effect at
+/// the next step boundary. A stop also ends evaluations and gathers early.
 #[derive(Default)]
 pub(super) struct AgentRequests {
     stop: AtomicBool,
@@ -156,8 +157,8 @@ pub(super) struct AgentSession {
     pub(super) status: Arc<StatusWriter>,
 }
 
-/// The received messages for which the training thread waits: the instructions for the next attempt
-/// (start of all workers), and the addresses of all ranks.
+/// The two messages of the agent for which the training thread may wait: the instructions for the
+/// next attempt (start of all workers), and the addresses of all ranks.
 #[derive(Default)]
 struct Inbox {
     /// The instructions for the next attempt.
@@ -168,8 +169,8 @@ struct Inbox {
     has_left: bool,
 }
 
-/// A function that ends blocked operations of this rank, called with the reason when the agent
-/// (launch's process on the host) aborts the attempt.
+/// A function that ends a blocked operation, such as a collective, when the agent (launch's process
+/// on the host) aborts the attempt, and gets the reason as its argument.
 type AbortHandler = Box<dyn Fn(&str) + Send>;
 
 /// The functions to call when the agent (launch's process on the host) aborts the attempt, and the
@@ -183,8 +184,8 @@ struct AbortHandlers {
     may_leave: bool,
 }
 
-/// Takes ownership of a file descriptor that this process has inherited, whose number is in the
-/// environment variable `name`. Returns `None` if the variable is not set.
+/// Takes ownership of the inherited file descriptor whose number is the value of the environment
+/// variable `name`. Returns `None` if the variable is not set.
 ///
 /// The caller must not call this function twice with the same `name`, because two owners would
 /// close one descriptor twice.
@@ -337,8 +338,9 @@ impl AgentSession {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until `take` returns a value from the received messages, this attempt (start of all
-    /// workers) is aborted, or `limit` has passed. Returns `None` after an abort or the limit.
+    /// Waits until the agent's messages contain what the function `take` looks for, and returns it,
+    /// or `None` if the attempt is aborted or `limit` passes first. Returns `None` after an abort
+    /// or the limit.
     fn wait_for_message<T>(
         &self,
         limit: Duration,
@@ -364,8 +366,9 @@ impl AgentSession {
         self.aborts.lock().unwrap_or_else(PoisonError::into_inner).reason.clone()
     }
 
-    /// Returns whether this process stays alive after the failure `error` and waits for the next
-    /// attempt (start of all workers). Waits up to [`LEAVE_DECISION_TIMEOUT`] for the decision.
+    /// Waits for the decision whether this process stays alive after the failure `error` to take
+    /// part in the next attempt (start of all workers), and returns it. Waits up to
+    /// [`LEAVE_DECISION_TIMEOUT`] for the decision.
     ///
     /// Only a rank on a CPU leaves, and only if `error` is the consequence of another failure.
     pub(super) fn wait_for_leave_decision(&self, error: &Error, init: &WorkerInit) -> bool {
@@ -417,8 +420,8 @@ impl AgentSession {
         receive_file_descriptor(socket).map_err(failed)
     }
 
-    /// Records the request to save a checkpoint and stop, or ends the process immediately if this
-    /// rank has not prepared its first step yet.
+    /// Handles a stop request of the agent: exits at once if this rank still prepares its first
+    /// step, otherwise records the request for the training loop.
     ///
     /// The preparation may take long (tokenizing, reading a checkpoint), and no part of it is lost
     /// that a kill would not lose. The other ranks get the same request.
@@ -449,9 +452,9 @@ impl AgentSession {
         Ok(!is_stopping)
     }
 
-    /// Returns whether `error`, the failure of a collective, was caused by another rank that
-    /// stopped on request before the first step. Waits up to [`STOP_ARRIVAL_TIMEOUT`] for the
-    /// request.
+    /// Returns whether a collective failed only because another rank stopped on request before the
+    /// first step, in which case this rank gets a stop request, too. Waits up to
+    /// [`STOP_ARRIVAL_TIMEOUT`] for the request.
     pub(super) fn is_stopped_before_first_step(&self, error: &Error) -> bool {
         let readiness = *self.readiness.lock().unwrap_or_else(PoisonError::into_inner);
         if readiness == FirstStepReadiness::Training || error.to_worker_exit() != WorkerExit::Aborted {
@@ -567,8 +570,8 @@ impl AgentSession {
         });
     }
 
-    /// Sends one message to the agent (launch's process on the host). Blocks while the agent does
-    /// not read.
+    /// Sends the message `message`, such as an event or a heartbeat, over the socket to the agent
+    /// (launch's process on the host). Blocks while the agent does not read.
     pub(super) fn send_message(&self, message: &FromWorker) -> Result<()> {
         let frame = frame::encode_frame(message).map_err(build_invalid_message_error)?;
         let mut write = self.write.lock().unwrap_or_else(PoisonError::into_inner);
@@ -576,8 +579,8 @@ impl AgentSession {
     }
 }
 
-/// Receives a file descriptor, and the byte that accompanies it, over a Unix socket. Fails after
-/// the socket's read timeout.
+/// Receives one file descriptor from the agent over a Unix socket, together with a byte without
+/// meaning. Fails after the socket's read timeout.
 fn receive_file_descriptor(socket: &UnixStream) -> std::io::Result<OwnedFd> {
     let mut byte = [0];
     let mut buffers = [IoSliceMut::new(&mut byte)];

@@ -22,8 +22,8 @@ use std::{
 #[derive(Default)]
 pub(super) struct StatusWriter(Mutex<RankStatusSlot>);
 
-/// The place of this rank's status in shared memory, together with the status that was written
-/// there last.
+/// This rank's newest status (such as step and collectives), and the position in shared memory to
+/// which the status is written for the agent.
 #[derive(Default)]
 struct RankStatusSlot {
     /// The memory; `None` if the process inherited none.
@@ -36,8 +36,9 @@ struct RankStatusSlot {
 }
 
 impl RankStatusSlot {
-    /// Writes what this rank does to the shared memory that the agent (launch's process on the
-    /// host) reads. Without it, the agent has less evidence about a hang.
+    /// Writes the status of this rank to the shared memory from which the agent (launch's process
+    /// on the host) reads it if the rank hangs. Without it, the agent has less evidence about a
+    /// hang.
     fn write(&self) {
         if let Some(memory) = &self.memory {
             _ = memory.write_all_at(&self.status.encode(), self.offset);
@@ -61,8 +62,8 @@ impl StatusWriter {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Resets the status of this rank at the start of an attempt (start of all workers), before the
-    /// rank connects to others.
+    /// Resets the status of this rank, such as the collective counters, at the start of an attempt
+    /// (start of all workers).
     pub(super) fn begin_attempt(&self, init: &WorkerInit) {
         let mut slot = self.lock_status();
         slot.offset = u64::from(init.local_rank) * STATUS_BYTES as u64;
@@ -84,8 +85,8 @@ impl StatusWriter {
         slot.write();
     }
 
-    /// Records in the shared status of this rank which phase, such as saving a checkpoint, the
-    /// training thread is in.
+    /// Writes the phase of the training thread, such as saving a checkpoint, to the status that the
+    /// agent reads from shared memory if this rank hangs.
     pub(super) fn set_phase(&self, phase: WorkerPhase) {
         self.set_task(describe_phase(phase));
     }

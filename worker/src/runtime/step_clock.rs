@@ -4,8 +4,8 @@ use crate::{train::step::RankStepReport, zero::collective_queue::CollectiveQueue
 use protocol::step_times::RankTimes;
 use std::time::Duration;
 
-/// The duration of this rank's newest step and its waiting time for collectives, kept until both
-/// are reported to the other ranks.
+/// How long this rank's newest optimizer step took, and for how much of that time it waited for
+/// collectives, until the rank reports both to the other ranks.
 #[derive(Debug, Default)]
 pub(super) struct StepClock {
     times: RankTimes,
@@ -27,8 +27,8 @@ impl StepClock {
         };
     }
 
-    /// Adds the previous step's duration and the newest waiting time for collectives to `report`,
-    /// which this rank sends to the other ranks.
+    /// Adds the duration of the last completed step, and the time for which computation has waited
+    /// for collectives, to `report`, which this rank sends to all ranks.
     pub(super) fn add_times_to_report(
         &mut self,
         queue: &CollectiveQueue,

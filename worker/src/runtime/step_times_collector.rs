@@ -35,8 +35,8 @@ impl StepTimesCollector {
         }
     }
 
-    /// Adds the times of all ranks for one step, and returns the messages (such as straggler
-    /// events) that rank 0 must now send to the controller.
+    /// Adds all ranks' times for one step to the sums, and returns the messages that are due to be
+    /// sent to the controller, such as straggler events.
     pub(super) fn add_step(&mut self, step: u64, ranks: &[RankTimes], now: Instant) -> Vec<FromWorker> {
         // The first step of an attempt has no previous one.
         if ranks.is_empty() || ranks.iter().any(|times| times.step_us == 0) {

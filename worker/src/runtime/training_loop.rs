@@ -23,8 +23,8 @@ use protocol::{
 };
 use std::time::{Duration, Instant};
 
-/// When and how the model is evaluated on held-out samples: how many samples, how often, and which
-/// text the model generates afterwards.
+/// The settings for evaluating the model on held-out samples: which samples, how many
+/// micro-batches, after how many steps, and which text to generate.
 pub(super) struct HeldOutEval<'a> {
     /// The held-out samples, in order.
     pub(super) source: &'a dyn SampleSource,
@@ -128,9 +128,9 @@ pub(super) fn train_until_done(
     Ok(if is_complete { WorkerExit::Done } else { WorkerExit::Stopped })
 }
 
-/// Performs the evaluation and the checkpoint save that were still due after the step from which
-/// the run resumed. Returns false after a request to stop, which leaves the evaluation due.
-/// Collective: every rank must call it.
+/// Performs the evaluation and the checkpoint save for the step from which this run resumed, if an
+/// earlier run stopped before it had performed them. Returns false after a request to stop, which
+/// leaves the evaluation due. Collective: every rank must call it.
 fn complete_resumed_step(
     running: &mut RunningTrainer,
     run: &RunContext,
@@ -151,9 +151,9 @@ fn complete_resumed_step(
     Ok(!is_stopped)
 }
 
-/// Completes a step: copies the training state to the memory of hosts if due, and then reports the
-/// step by sending `events`. The first of `events` is that of the step. Collective: every rank must
-/// call it.
+/// Ends a step: copies the training state to the memory of hosts if such a copy is due, and then
+/// sends `events`, which report the step. The first of `events` is that of the step. Collective:
+/// every rank must call it.
 ///
 /// A step is reported only when its copy is complete, so that a run that resumes from copies does
 /// not report a step twice. The copy contains the step event, in case that the worker or its host
@@ -179,9 +179,9 @@ fn complete_step(
     Ok(())
 }
 
-/// Evaluates the model if an evaluation is due, and afterwards copies the training state to the
-/// memory of hosts once more. A run that resumes from this copy does not repeat the evaluation.
-/// Collective: every rank must call it.
+/// Evaluates the model if an evaluation is due after this step, and then copies the training state
+/// to host memory so that a resumed run does not evaluate again. A run that resumes from this copy
+/// does not repeat the evaluation. Collective: every rank must call it.
 fn evaluate_and_copy(
     running: &mut RunningTrainer,
     run: &RunContext,
@@ -195,8 +195,9 @@ fn evaluate_and_copy(
     Ok(())
 }
 
-/// Builds the report of flags (such as a request to stop), memory and times that this rank sends to
-/// all ranks with the losses of a step. On the leader, takes a pending request to save.
+/// Builds the report that this rank sends to all ranks with the losses of a step: flags, such as
+/// that of a stop request, and the rank's peak memory use. On the leader, takes a pending request
+/// to save.
 fn build_step_report(
     run: &RunContext,
     values: &ReloadValues,
@@ -260,8 +261,8 @@ fn apply_reloaded_job_values(
     Ok(Some(Event::Reload { step: running.position.step, values: values.clone() }))
 }
 
-/// Reports a notice of the compute backend to the user, such as its choice between CUDA graphs and
-/// single kernel launches.
+/// Sends the user a notice that the compute backend produced after a step, such as its choice
+/// between CUDA graphs and single kernel launches.
 ///
 /// The rank itself reports a notice about its device. The leader reports all other notices.
 fn report_backend_notice(running: &RunningTrainer, run: &RunContext, took: Duration) -> Result<()> {
@@ -275,7 +276,8 @@ fn report_backend_notice(running: &RunningTrainer, run: &RunContext, took: Durat
     }
 }
 
-/// Returns whether `checkpoint.every` requires a checkpoint after step number `step`.
+/// Returns whether step number `step` is a multiple of the number of steps in `checkpoint.every`,
+/// after which a checkpoint must be saved.
 fn is_save_due(values: &ReloadValues, step: u64) -> bool {
     matches!(values.checkpoint_every, SaveInterval::Steps(n) if step.is_multiple_of(n))
 }
@@ -313,7 +315,8 @@ fn report_skipped_steps(running: &RunningTrainer, run: &RunContext) -> Result<()
     }
 }
 
-/// Returns the advice in the error message for a loss or gradient that is infinite or NaN.
+/// Returns advice on how to avoid an infinite or NaN loss or gradient, for the error message that
+/// ends the run.
 fn describe_non_finite_remedy(running: &RunningTrainer) -> String {
     match running.trainer.loss_scale.checkpoint_state() {
         Some(state) => {
@@ -351,7 +354,8 @@ fn build_non_finite_error(outcome: &StepOutcome, running: &RunningTrainer, saver
         .into()
 }
 
-/// Builds the event that reports a completed optimizer step, which took the time `took`.
+/// Builds the event that reports a completed optimizer step with its loss, gradient norm, learning
+/// rate and duration.
 fn build_step_event(running: &RunningTrainer, outcome: &StepOutcome, lr: f64, took: Duration) -> Event {
     let tokens_per_step = running.trainer.global_batch_size() * u64::from(running.train_spec().data.seq_len);
     Event::Step {
@@ -415,9 +419,9 @@ fn evaluate_held_out(
     Ok(Some(events))
 }
 
-/// Begins to save a checkpoint of the training state, in the background if the job allows
-/// background saves and `wait` is not set. If `wait` is set or saves do not run in the background,
-/// returns only when the checkpoint is complete. Collective: every rank must call it.
+/// Starts to save a checkpoint of the training state, and waits for its completion unless the job
+/// allows saves in the background. If `wait` is set or saves do not run in the background, returns
+/// only when the checkpoint is complete. Collective: every rank must call it.
 fn save_checkpoint(
     running: &mut RunningTrainer,
     run: &RunContext,
@@ -436,9 +440,9 @@ fn save_checkpoint(
     run.session.set_phase(WorkerPhase::Training)
 }
 
-/// Returns whether any rank was requested to stop during the save of a checkpoint that is complete
-/// now. The run then ends with this checkpoint, without another step and save. Collective: every
-/// rank must call it.
+/// Returns whether the run ends now because no save is running and any rank was requested to stop
+/// during the save that has just completed. The run then ends with this checkpoint, without another
+/// step and save. Collective: every rank must call it.
 fn is_stopping_after_save(
     running: &RunningTrainer,
     run: &RunContext,
@@ -448,8 +452,8 @@ fn is_stopping_after_save(
     Ok(!saver.has_pending_save() && is_any_true(running.trainer.engine.queue(), is_requested)?)
 }
 
-/// Cancels the background save of a checkpoint if most of it is still unwritten, because the
-/// stopping run is about to save its last checkpoint. Collective: every rank must call it.
+/// Cancels the background save of a checkpoint if a rank has written less than half of its shard,
+/// because the stopping run saves a newer checkpoint anyway. Collective: every rank must call it.
 fn cancel_mostly_unwritten_save(
     running: &RunningTrainer,
     run: &RunContext,

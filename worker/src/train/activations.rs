@@ -9,7 +9,8 @@ use crate::{
 use device::{Buf, Dtype, Ops, View, ViewMut, storage::Event};
 use jobspec::{RecomputeMode, TrainSpec};
 
-/// The number and sizes of the activation buffers that a rank needs for one micro-batch.
+/// Which activation buffers a rank allocates for one micro-batch: their number and sizes, by the
+/// model and the job's `train` section.
 pub struct ActivationPlan {
     /// The type of all buffers except statistics, which are `f32`.
     dtype: Dtype,
@@ -107,9 +108,9 @@ impl MicroBatchActivations {
         }
     }
 
-    /// Returns the activation buffers that layer number `l` uses; with recomputation, layers share
-    /// some of them. Layers without a backward pass share the saved buffers of the first layer that
-    /// has one.
+    /// Returns the activation buffers for layer number `l`, of which several layers share some if
+    /// activations are recomputed. Layers without a backward pass share the saved buffers of the
+    /// first layer that has one.
     pub fn select_layer_buffers(&mut self, l: usize) -> LayerActivations<'_> {
         let set = l.saturating_sub(self.first_backward_layer).min(self.saved.len() - 1);
         let (before, after) = self.layer_inputs.split_at_mut(l + 1);

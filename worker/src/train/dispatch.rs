@@ -14,8 +14,8 @@ use device::{Buf, Dtype, Ops, View, ViewMut};
 use diagnostic::codes;
 use std::{ops::Range, sync::Arc};
 
-/// The token rows that a rank sends to other ranks for one mixture-of-experts layer, and the rows
-/// that it receives for its experts.
+/// Which token rows this rank sends to the experts of other ranks, and which it receives for its
+/// experts, in one mixture-of-experts layer.
 type DispatchPlan<'a> = (&'a SendPlan, &'a RecvPlan);
 
 /// The kind of data that ranks exchange for experts: vectors (activations or gradients), or single
@@ -47,8 +47,8 @@ pub(super) struct TokenDispatcher {
     weights: ExpertRowBuffers,
 }
 
-/// The send and receive buffers for one kind of row, such as activations of tokens, that ranks
-/// exchange for experts. A running exchange owns them.
+/// The send buffer and the receive buffer for exchanging rows of one kind (activations or router
+/// factors) between the ranks of tokens and those of experts. A running exchange owns them.
 struct ExpertRowBuffers {
     /// The rows of this rank's tokens, sorted by the rank that has the expert of the row.
     packed: Buf,
@@ -63,9 +63,9 @@ impl ExpertRowBuffers {
         ExpertRowBuffers { packed: ops.zeroed(dtype, 0), received: ops.zeroed(dtype, 0), pending: None }
     }
 
-    /// Starts to exchange rows with other ranks, from packed to received rows or, if `back` is set,
-    /// from received to packed rows. The pair contains the numbers of elements that this rank sends
-    /// to each rank and receives from each rank.
+    /// Starts to send token rows to the ranks of their experts and to receive rows for this rank's
+    /// experts or, if `back` is set, to return the results. The pair contains the numbers of
+    /// elements that this rank sends to each rank and receives from each rank.
     fn start_exchange(
         &mut self,
         queue: &CollectiveQueue,
@@ -92,8 +92,8 @@ impl ExpertRowBuffers {
     }
 }
 
-/// Resizes a buffer of rows to `len` elements, whose values are then unspecified, and returns a
-/// view of them.
+/// Makes a buffer for token rows at least `len` elements long, and returns its first `len` elements
+/// with unspecified values.
 pub(super) fn resize_row_buffer<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
     resize_buffer(ops, "MoE activations", buf, len)
 }
@@ -114,8 +114,8 @@ impl TokenDispatcher {
         TokenDispatcher { ops, queue, world, rank, group, max_rows, width, rows, weights }
     }
 
-    /// Returns the exchange buffers for rows of the kind `payload` (activations or router factors),
-    /// and the row length in elements.
+    /// Returns the send and receive buffers for one kind of exchanged rows (activations or router
+    /// factors), and the number of elements per row.
     fn select_buffers(&mut self, payload: ExchangedRowKind) -> (&mut ExpertRowBuffers, usize) {
         match payload {
             ExchangedRowKind::Rows => (&mut self.rows, self.width),
@@ -128,8 +128,8 @@ impl TokenDispatcher {
         self.group.len() == 1
     }
 
-    /// Converts counts for the ranks of this expert-parallel group to counts for all ranks of the
-    /// job, which are 0 outside the group.
+    /// Converts a list with one count for each rank of this expert-parallel group to a list for all
+    /// ranks of the job, with 0 for ranks outside the group.
     fn spread_counts_over_ranks(&self, counts: impl Iterator<Item = usize>) -> Vec<usize> {
         let mut by_rank = vec![0; self.world];
         self.group.clone().zip(counts).for_each(|(rank, n)| by_rank[rank] = n);
@@ -137,7 +137,7 @@ impl TokenDispatcher {
     }
 
     /// Exchanges in the expert-parallel group how many token rows each rank sends to each expert,
-    /// and returns which rows this rank will receive.
+    /// and returns the numbers of rows that this rank will receive.
     ///
     /// Collective: every rank must call it.
     pub(super) fn exchange_row_counts(&self, layer: &MoeLayerPlan, sending: &SendPlan) -> Result<RecvPlan> {
@@ -192,9 +192,9 @@ impl TokenDispatcher {
         self.select_buffers(payload).0.start_exchange(&queue, false, counts);
     }
 
-    /// Waits for the token rows that other ranks have sent to this rank's experts, and writes them
-    /// to `to`, sorted by expert. Must follow [`TokenDispatcher::start_dispatch`]. Does nothing if
-    /// this rank has every expert.
+    /// Waits until other ranks' token rows for this rank's experts have arrived, and writes them to
+    /// the buffer `to`, sorted by expert. Must follow [`TokenDispatcher::start_dispatch`]. Does
+    /// nothing if this rank has every expert.
     pub(super) fn wait_for_dispatched_rows(
         &mut self,
         (_, receiving): DispatchPlan,
@@ -216,10 +216,9 @@ impl TokenDispatcher {
         Ok(())
     }
 
-    /// Starts to send the results `from` of this rank's experts, one for each received token row,
-    /// back to the ranks of the tokens. The rows must be sorted by expert. The caller must then
-    /// call [`TokenDispatcher::wait_for_combined_rows`]. Does nothing if this rank has every
-    /// expert.
+    /// Starts to send the outputs of this rank's experts, which are in `from`, back to the ranks
+    /// whose tokens were the inputs. The rows must be sorted by expert. The caller must then call
+    /// [`TokenDispatcher::wait_for_combined_rows`]. Does nothing if this rank has every expert.
     pub(super) fn start_combine(
         &mut self,
         layer: &MoeLayerPlan,
@@ -245,9 +244,9 @@ impl TokenDispatcher {
         buffers.start_exchange(&queue, true, (received, sent));
     }
 
-    /// Waits for the experts' results for this rank's tokens, and returns one row for each sent
-    /// token row, in the order of sending. Further calls return the same results until the next
-    /// dispatch of this payload.
+    /// Waits until the experts' outputs for this rank's tokens have arrived, and returns them in
+    /// the order in which the token rows were sent. Further calls return the same results until the
+    /// next dispatch of this payload.
     ///
     /// If this rank has every expert, returns the rows of `from`, which must be the argument that
     /// was given to `start_combine`. Otherwise `from` is not used.
@@ -264,8 +263,8 @@ impl TokenDispatcher {
         Ok(combined.view().slice(0..sending.row_tokens.len() * width))
     }
 
-    /// Computes how many elements this rank sends to each rank, and receives from each rank, for
-    /// one mixture-of-experts layer.
+    /// Computes, for one mixture-of-experts layer, the number of elements that this rank sends to
+    /// each rank and the number that it receives from each rank.
     fn count_elements_by_rank(
         &self,
         layer: &MoeLayerPlan,

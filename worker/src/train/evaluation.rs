@@ -4,8 +4,8 @@ use super::step::{RankStepReport, SampleSource, StepOutcome, Trainer};
 use crate::{consensus::is_any_true, error::Result};
 
 impl Trainer {
-    /// Computes the mean loss of `micro_batches` micro-batches of held-out samples, which begin
-    /// with the sample number `first`. Every rank gets the result.
+    /// Evaluates the model on `micro_batches` micro-batches of held-out samples from sample number
+    /// `first` on, and returns their mean loss on every rank. Every rank gets the result.
     ///
     /// Calls `is_stopping` before each micro-batch. Returns `None` without further micro-batches if
     /// the result is true on any rank. Collective: every rank must call it.
@@ -39,9 +39,8 @@ impl Trainer {
         self.exchange_losses(&mine, micro_batches, RankStepReport::default()).map(Some)
     }
 
-    /// Cancels the forward pass in progress on all ranks if any rank was asked to stop, and returns
-    /// whether the pass was canceled. Collective: every rank must call it between the same two
-    /// forward passes.
+    /// Returns whether any rank was asked to stop, and in that case cancels the current forward
+    /// pass on all ranks. Collective: every rank must call it between the same two forward passes.
     pub(super) fn cancel_pass_if_stopping_on_any_rank(&mut self, is_stopping: bool) -> Result<bool> {
         let is_cancelled = is_any_true(self.engine.queue(), is_stopping)?;
         if is_cancelled {

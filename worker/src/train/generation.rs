@@ -101,9 +101,8 @@ impl GenerationRequest {
     }
 }
 
-/// Prepares the trainer's micro-batch for generating text: the first sequence begins with `tokens`,
-/// the prompt and all tokens generated so far. The tokens do not attend to the padding that
-/// follows.
+/// Writes the prompt and the tokens generated so far (`tokens`) to the beginning of the trainer's
+/// micro-batch, and pads the rest. The tokens do not attend to the padding that follows.
 fn set_prompt_batch(trainer: &mut Trainer, tokens: &[u32]) {
     let b = &mut trainer.batch;
     b.tokens.fill(0);
@@ -115,8 +114,8 @@ fn set_prompt_batch(trainer: &mut Trainer, tokens: &[u32]) {
     }
 }
 
-/// Computes the logits for the token that follows position `row` of the sequence, and writes them
-/// to `out`.
+/// Computes the logits that predict the token after position `row` of the text, and writes them to
+/// `out`.
 fn compute_row_logits(trainer: &mut Trainer, guards: HeadGuards, row: usize, out: &mut Buf) {
     let (w, model, ops) = (&mut trainer.activations, &trainer.model, trainer.ops.as_ref());
     let d = model.sizes().hidden;

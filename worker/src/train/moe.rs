@@ -113,8 +113,8 @@ impl MoeTrainer {
         })
     }
 
-    /// Returns the index of the parameter unit that contains this rank's experts of layer number
-    /// `l`, or `None` for a layer without experts.
+    /// Returns the index of the parameter unit (tensors that are gathered together) with this
+    /// rank's experts of layer number `l`, or `None` for a layer without experts.
     pub fn find_expert_unit(&self, l: usize) -> Option<usize> {
         self.layers[l].as_ref().map(|layer| layer.unit)
     }
@@ -142,8 +142,9 @@ impl MoeTrainer {
         self.router_stats.selection_counts().map(<[u64]>::to_vec).collect()
     }
 
-    /// Returns the data and buffers for the forward and backward pass of the mixture-of-experts
-    /// layer `l`, such as saved activations. Panics if the layer has no experts.
+    /// Returns what the forward and backward pass of mixture-of-experts layer number `l` use: the
+    /// placement of experts, saved activations and shared buffers. Panics if the layer has no
+    /// experts.
     fn borrow_for_layer(
         &mut self,
         l: usize,
@@ -160,8 +161,8 @@ impl MoeTrainer {
     }
 }
 
-/// Returns for how many of `count` mixture-of-experts layers activations are saved at once, which
-/// is at most one with recomputation and otherwise all.
+/// Returns how many of the model's mixture-of-experts layers have saved activations in memory at
+/// one time: all of them, or at most one with recomputation.
 fn count_saved_activation_sets(count: usize, recompute: RecomputeMode) -> usize {
     if recompute == RecomputeMode::None { count } else { count.min(1) }
 }

@@ -14,8 +14,8 @@ pub struct RunningTrainer {
     pub position: Cursor,
 }
 
-/// How far the training of a run has progressed, as checkpoints store it: step, consumed samples
-/// and tokens.
+/// The progress of a training run, which checkpoints store: the numbers of completed steps, used
+/// samples and trained tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Cursor {
     /// The number of optimizer steps done.
@@ -79,7 +79,8 @@ impl RunningTrainer {
         self.position.step >= self.train.steps
     }
 
-    /// Applies the new values of keys that the user changed in the job file while the job runs.
+    /// Replaces the number of steps, the minimum learning rate and the decay steps by the values
+    /// that the user has set in the job file during the run.
     pub fn apply_reloaded_values(&mut self, values: &ReloadTrainValues) {
         self.train.steps = values.steps;
         self.train.schedule.min_lr = values.min_lr;

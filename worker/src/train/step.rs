@@ -26,8 +26,8 @@ use std::sync::Arc;
 /// A source of training or evaluation samples, which are identified by their number in the run.
 /// This number alone determines the contents of a sample.
 pub trait SampleSource {
-    /// Fills `batch` with consecutive samples from sample number `first` on: tokens, labels, and
-    /// for each token the start of its document. Each vector has one element per token.
+    /// Writes the tokens and labels of consecutive samples, beginning with sample number `first`,
+    /// and the start of each token's document to `batch`. Each vector has one element per token.
     fn fill(&self, first: u64, batch: &mut MicroBatch) -> Result<()>;
 }
 
@@ -62,8 +62,8 @@ pub struct Trainer {
     pub(crate) update_after: Event,
 }
 
-/// The handles to the gathered parameters of the output layer and, if the output layer shares the
-/// embedding's matrix, of the embedding.
+/// The handles by which the gathered parameters of the output layer are read and, if it shares its
+/// matrix with the embedding, those of the embedding.
 pub(super) type HeadGuards<'a> = (&'a ParamsGuard, Option<&'a ParamsGuard>);
 
 /// The gradients and losses of one step on this rank, while the gradients are still being computed
@@ -73,8 +73,8 @@ pub struct AccumulatedGradients {
     report: RankStepReport,
 }
 
-/// The loss of one micro-batch while the losses of its rows (tokens) are being copied from the
-/// device to the host.
+/// The loss of one micro-batch before its value is known, because the losses of single tokens are
+/// still being copied from the device to the host.
 struct PendingLoss {
     micro_batch: usize,
     /// The number of target tokens.
@@ -91,8 +91,8 @@ pub(super) struct MicroBatchLoss {
 }
 
 impl Trainer {
-    /// Delays the next parameter update until the event `saved`, which shows that a background save
-    /// has read the parameters and optimizer states.
+    /// Makes the next parameter update wait until a background save has read the parameters and
+    /// optimizer states, which the event `saved` signals.
     pub fn delay_update_until(&mut self, saved: Event) {
         self.update_after = saved;
     }
@@ -127,8 +127,8 @@ impl Trainer {
         self.finish_losses(&accumulated)
     }
 
-    /// Starts to compute and reduce the gradients of the samples of one step (the global batch),
-    /// beginning with sample number `first`. Does not wait for a device.
+    /// Starts forward and backward passes over this rank's micro-batches of one step, and the
+    /// reduction of the gradients among ranks. Does not wait for a device.
     ///
     /// Collective: every rank must call it.
     pub fn start_global_batch_gradients(
@@ -191,8 +191,9 @@ impl Trainer {
         Ok(())
     }
 
-    /// Lists the indices of parameter units (tensors that are gathered together) in the order in
-    /// which a forward pass uses them. If `backward` is set, the units of a backward pass follow.
+    /// Lists the indices of the parameter units (tensors that are gathered together) in the order
+    /// in which a forward pass and, if requested, the backward pass after it use them. If
+    /// `backward` is set, the units of a backward pass follow.
     pub(super) fn list_units_in_pass_order(&self, backward: bool) -> Vec<usize> {
         let (head, tied) = (self.find_head_unit(), self.model.has_tied_embeddings());
         let layer = |l: usize| std::iter::once(l + 1).chain(self.find_expert_unit(l));
@@ -209,8 +210,8 @@ impl Trainer {
         order
     }
 
-    /// Returns the lowest index of a parameter unit (tensors that are gathered together) that has
-    /// trained parameters.
+    /// Returns the index of the first parameter unit (tensors that are gathered together) that has
+    /// trained parameters, before which no backward pass is needed.
     fn find_lowest_trained_unit(&self) -> usize {
         find_first_trained_unit(self.engine.shards.iter().map(|s| &s.unit))
     }
@@ -256,8 +257,8 @@ impl Trainer {
         });
     }
 
-    /// Runs the output layer, the loss and the whole backward pass of the current micro-batch, and
-    /// starts to reduce the gradients as they become complete.
+    /// Runs the output layer, the loss and the backward pass of all layers for the current
+    /// micro-batch, and starts to reduce each gradient once it is complete.
     fn run_backward(&mut self, round: usize, compute: bool) -> Result<()> {
         let head = self.find_head_unit();
         let tied = self.model.has_tied_embeddings();
@@ -290,8 +291,8 @@ impl Trainer {
         Ok(self.engine.reduce_gradient(0, round, embedding_grad)?)
     }
 
-    /// Computes the gradient of the embedding's parameters, and adds it to `from_head`, the output
-    /// layer's gradient of a shared matrix, if present. Returns the sum.
+    /// Computes the gradient of the embedding's parameters, including the output layer's gradient
+    /// `from_head` if the two layers share a matrix. Returns the sum.
     fn run_embedding_backward(&mut self, from_head: Option<Buf>) -> Buf {
         let len = self.engine.shards[0].unit.len();
         let mut grad = from_head.unwrap_or_else(|| {
@@ -333,8 +334,8 @@ impl Trainer {
         })
     }
 
-    /// Gathers the parameters of the output layer, calls the function `run` while they are
-    /// available, and releases them. Collective: every rank must call it.
+    /// Calls the function `run` with the gathered parameters of the output layer, which are
+    /// available only during the call. Collective: every rank must call it.
     pub(super) fn with_head_params(&mut self, run: impl FnOnce(&mut Trainer, HeadGuards)) -> Result<()> {
         let head = self.engine.fetch_params(self.find_head_unit())?;
         let tied = self.model.has_tied_embeddings();
@@ -345,8 +346,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Computes the loss of every row (token) of the current micro-batch and, if `grads` contains
-    /// gradient buffers, runs the backward pass of the output layer.
+    /// Computes the loss of every token of the current micro-batch and, if gradient buffers are
+    /// given, also the backward pass of the output layer.
     fn compute_head_loss(&mut self, guards: HeadGuards, grads: Option<(&mut Buf, Option<&mut Buf>)>) {
         let scale = self.loss_scale.factor() / (self.global_batch_size() as f32 * self.batch.seq_len as f32);
         let unit_len = |u: usize| self.engine.shards[u].unit.len();
@@ -367,8 +368,8 @@ impl Trainer {
         });
     }
 
-    /// Returns the summed loss and the number of target tokens of the current micro-batch after its
-    /// forward pass.
+    /// Waits for the forward pass of the current micro-batch, and returns the sum of its losses and
+    /// the number of its target tokens.
     pub(super) fn sum_micro_batch_loss(&mut self) -> Result<MicroBatchLoss> {
         self.start_row_loss_copy(0, 1);
         let sum = self.sum_copied_losses(1)?[0];
@@ -400,9 +401,9 @@ impl Trainer {
         Ok(copies.map(|losses| losses.iter().map(|&l| f64::from(l)).sum()).collect())
     }
 
-    /// Exchanges the losses `mine` of this rank's micro-batches, and this rank's flags, memory and
-    /// times, with all ranks. Returns the mean loss per target token over all micro-batches, and
-    /// the combined reports.
+    /// Sends the losses of this rank's micro-batches and its step report (flags, memory, times) to
+    /// all ranks, and returns the combined result of the step. Returns the mean loss per target
+    /// token over all micro-batches, and the combined reports.
     ///
     /// Collective: every rank must call it.
     pub(super) fn exchange_losses(
@@ -441,8 +442,8 @@ impl Trainer {
         Ok(StepOutcome { loss, targets, report: combined, rank_times, ..StepOutcome::default() })
     }
 
-    /// Computes the factor that converts the gradient averaged over all positions of the global
-    /// batch to the average over the `targets` target tokens.
+    /// Returns the factor that converts a gradient averaged over all token positions of the global
+    /// batch to one averaged over its target tokens only.
     fn compute_mean_loss_factor(&self, targets: u64) -> f64 {
         let positions = self.global_batch_size() * self.batch.seq_len as u64;
         if targets == 0 { 0.0 } else { positions as f64 / targets as f64 }
@@ -490,8 +491,8 @@ impl Trainer {
         Ok(outcome)
     }
 
-    /// Updates this rank's shard of parameter unit `u` (tensors that are gathered together) by the
-    /// gradient `owned`, and starts to distribute the result.
+    /// Updates this rank's shard of parameter unit `u` (tensors that are gathered together) with
+    /// the gradient `owned`, and starts to send the new values to other ranks.
     fn update_unit_parameters(&mut self, u: usize, owned: Buf, step_params: StepInputs) -> Result<()> {
         if !self.is_trained_unit(u) {
             return Ok(());
@@ -544,8 +545,8 @@ impl Trainer {
         Ok(Some(self.engine.gather_trained_vector(u, ops.clone_to_device(grad.view()), whole)?))
     }
 
-    /// Computes the sums of squares of this rank's gradients in pieces of fixed length, from which
-    /// the gradient norm is computed.
+    /// Computes the sum of squares of each block of elements in this rank's gradients, from which
+    /// all ranks together compute the gradient norm.
     fn sum_squares_of_gradients(&mut self, owned: &[Buf]) -> Result<Vec<f64>> {
         let mut parts = Vec::new();
         for (u, g) in owned.iter().enumerate() {
@@ -573,9 +574,9 @@ impl Trainer {
         Ok(sum_in_fixed_order(&self.order_block_sums(&gathered)?).sqrt())
     }
 
-    /// Sorts the sums of squares of gradient pieces, which all ranks have computed, by tensor, so
-    /// that they are added in a fixed order. The order does not depend on which rank has which
-    /// experts.
+    /// Sorts the blocks' sums of squares, which all ranks have computed for the gradient norm, by
+    /// tensor, so that the order of addition is always equal. The order does not depend on which
+    /// rank has which experts.
     fn order_block_sums(&self, gathered: &[Vec<u8>]) -> Result<Vec<f64>> {
         let mut readers: Vec<_> = gathered.iter().map(|b| b.chunks_exact(8)).collect();
         let units = self.engine.clone_units();

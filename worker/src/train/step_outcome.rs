@@ -42,8 +42,8 @@ pub struct StepOutcome {
 }
 
 impl RankStepReport {
-    /// Encodes this rank's flags, memory, times and network delays as the words that it sends to
-    /// the other ranks once per step.
+    /// Encodes this rank's flags, memory use, times and network delays as a fixed number of 64-bit
+    /// words, which the rank sends to all ranks once per step.
     pub(super) fn encode(&self, links: Option<LinkDelays>) -> [u64; REPORT_WORDS] {
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         // 0 stands for a rank that has sent nothing to other hosts.
@@ -82,8 +82,9 @@ impl RankStepReport {
         }
     }
 
-    /// Combines two reports of a step, with the union of the flags and the maximum of memory use
-    /// and waiting time. `self` combines the reports of ranks below that of `later`.
+    /// Combines the step reports of two ranks: sets the flags that either rank has set, and keeps
+    /// the larger memory use and the larger waiting time. `self` combines the reports of ranks
+    /// below that of `later`.
     pub(super) fn combine(&self, later: &RankStepReport) -> RankStepReport {
         RankStepReport {
             flags: self.flags | later.flags,

@@ -5,8 +5,8 @@ use ckpt::peft::AdapterConfig;
 use diagnostic::{Diagnostic, codes};
 use jobspec::{LoraSpec, LoraTargets, ModelSpec};
 
-/// Completes the `train.model` section with the sizes of the model: from the directory of a
-/// pretrained model, or from the tokenizer and the samples.
+/// Adds the sizes of the model to the `train.model` section, either from a pretrained model's
+/// config.json or from vocabulary size and sequence length.
 ///
 /// # Errors
 ///
@@ -66,8 +66,8 @@ pub(crate) fn resolve_model_section(
     Ok(resolved)
 }
 
-/// Completes the `train.lora` section with the configuration in the directory that
-/// `train.lora.from` names.
+/// Adds the rank, scale and targets of pretrained LoRA adapters to the `train.lora` section, read
+/// from the directory in `train.lora.from`.
 ///
 /// # Errors
 ///

@@ -1,12 +1,12 @@
 //! [`BufferPool`]: reuses the buffers for gathered parameters and whole gradients.
 use device::{Buf, Dtype, Ops, ViewMut, storage::Event};
 
-/// The granularity of buffer lengths: every allocated buffer has a multiple of this number of
-/// elements.
+/// The number of elements to whose next multiple the length of every newly allocated buffer is
+/// rounded up.
 const LENGTH_GRANULARITY_ELEMENTS: usize = 1024;
 
-/// Returns the first `len` elements of `buf`, after replacing `buf` by a longer buffer if it is too
-/// short. Out-of-memory errors name `purpose`. The content is unspecified.
+/// Returns the first `len` elements of the buffer `buf`, which is replaced by a longer new buffer
+/// if it is too short. Out-of-memory errors name `purpose`. The content is unspecified.
 pub fn resize_buffer<'a>(ops: &dyn Ops, purpose: &'static str, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
     if buf.len() < len {
         let dtype = buf.dtype();
@@ -17,9 +17,9 @@ pub fn resize_buffer<'a>(ops: &dyn Ops, purpose: &'static str, buf: &'a mut Buf,
     buf.view_mut().slice(0..len)
 }
 
-/// Keeps buffers of one element type that are not in use, and hands out the smallest one that is
-/// long enough. Reuses the smallest free buffer that is long enough, and allocates a buffer if
-/// there is none.
+/// A pool of reusable buffers with elements of one type, from which a caller gets the smallest free
+/// buffer that is long enough, or a new one. Reuses the smallest free buffer that is long enough,
+/// and allocates a buffer if there is none.
 pub struct BufferPool {
     dtype: Dtype,
     /// The purpose of the buffers, which errors state.
@@ -60,7 +60,8 @@ impl BufferPool {
         self.give_back_after(buf, Event::default());
     }
 
-    /// Returns the buffer `buf` to the pool, which may reuse it only after the event `last_use`.
+    /// Returns the buffer `buf` to the pool, which waits for the event `last_use` before another
+    /// use overwrites the buffer.
     pub fn give_back_after(&mut self, buf: Buf, last_use: Event) {
         self.free.push((buf, last_use));
     }
@@ -93,8 +94,8 @@ impl BufferPoolEstimate {
     }
 }
 
-/// Returns the index of the smallest of the sizes `free` that is at least `least`, or `None` if all
-/// are smaller.
+/// Returns the index of the smallest number in `free` that is at least `least`, or `None` if every
+/// number is smaller.
 fn find_best_fit<T: Ord + Copy>(free: impl Iterator<Item = T>, least: T) -> Option<usize> {
     free.enumerate().filter(|&(_, n)| n >= least).min_by_key(|&(_, n)| n).map(|(i, _)| i)
 }

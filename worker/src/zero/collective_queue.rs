@@ -22,7 +22,8 @@ use std::{thread::JoinHandle, time::Instant};
 /// caller.
 const QUEUE_LIMIT: usize = 64;
 
-/// A closure that runs one collective; the thread of the queue calls it with the communicator.
+/// A closure that performs one collective when the thread of the queue calls it with the
+/// communicator as its argument.
 type CollectiveJob = Box<dyn FnOnce(&dyn Comm) + Send>;
 
 /// A queue of collectives, which a separate thread runs in the order of their submission. With one
@@ -55,8 +56,8 @@ impl<T> PendingCollective<T> {
     }
 }
 
-/// Counts how long this rank's computation waited for collectives (exposed communication), and how
-/// long collectives ran.
+/// The total time for which computations of this rank have waited for collectives (exposed
+/// communication), and the total run time of the collectives.
 struct ExposedWaitTimes {
     ops: Arc<dyn Ops>,
     /// The counted time in nanoseconds if operations are synchronous. Otherwise the backend counts
@@ -67,8 +68,8 @@ struct ExposedWaitTimes {
 }
 
 impl ExposedWaitTimes {
-    /// Makes this thread's later computations wait for `done`, the completion event of a
-    /// collective, and adds the waiting time to the count. If the backend computes synchronously,
+    /// Makes this thread's later computations wait until a collective has completed (event `done`),
+    /// and adds the waiting time to the total of this rank. If the backend computes synchronously,
     /// adds the time since `began` to the counted waiting time.
     fn wait_and_count_time(&self, began: Instant, done: &Event) {
         self.ops.make_stream_wait_timed(done);
@@ -119,14 +120,15 @@ impl CollectiveQueue {
         Ok(CollectiveQueue { comm, ops, waits, jobs: Some(jobs), thread: Some(thread) })
     }
 
-    /// Returns the communicator for calls that are not collectives (rank, world size, abort), which
-    /// any thread may make without the queue.
+    /// Returns the communicator, which any thread may use outside of the queue for calls that are
+    /// not collectives, such as asking for the world size.
     pub fn comm(&self) -> &Arc<dyn Comm> {
         &self.comm
     }
 
-    /// Queues the collective `f`, which runs after all earlier collectives in the queue and after
-    /// this thread's pending computations. Blocks only if the queue is full.
+    /// Appends the collective `f` to the queue, which runs it after all earlier collectives and
+    /// after the computations that this thread has enqueued so far. Blocks only if the queue is
+    /// full.
     pub fn submit<T: Send + 'static>(
         &self,
         f: impl FnOnce(&dyn Comm) -> Result<T> + Send + 'static,
@@ -181,8 +183,8 @@ impl CollectiveQueue {
     }
 }
 
-/// Runs the collective `f`, and aborts the collectives of all ranks if `f` panics, so that the
-/// others do not wait forever. Returns whether `f` completed.
+/// Runs the collective `f` and, if it panics, aborts the collectives of all ranks so that the other
+/// ranks do not wait forever. Returns whether `f` completed.
 fn run_or_abort_peers(comm: &dyn Comm, f: impl FnOnce()) -> bool {
     catch_unwind(AssertUnwindSafe(f))
         .map_err(|panic| comm.abort(&extract_panic_message(panic.as_ref())))

@@ -31,8 +31,8 @@ const GATHERED_PARAMETERS_LABEL: &str = "gathered parameters";
 /// gradients. One reduction runs while the gradient of the next block is computed.
 pub const REDUCTIONS_IN_FLIGHT: usize = 1;
 
-/// This rank's part of one parameter unit (tensors that are gathered together): parameters,
-/// gradient sums, and how ranks divide the unit.
+/// This rank's parameters and gradient sums of one parameter unit (tensors that are gathered
+/// together), and the division of the unit's elements among ranks.
 pub struct UnitShard {
     /// The names, shapes and layout of the unit's parameters.
     pub unit: ParamUnit,
@@ -104,8 +104,8 @@ impl UnitShard {
     }
 }
 
-/// The element types of parameters: one for forward and backward passes, and one for the
-/// optimizer's updates.
+/// The element types of a job's parameters: the type with which forward and backward passes
+/// compute, and the type that the optimizer updates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ParamDtypes {
     /// The type that forward and backward passes compute with.
@@ -133,8 +133,8 @@ impl ParamDtypes {
     }
 }
 
-/// Returns whether 16-bit parameters are computed from the fp32 master weights each time they are
-/// gathered, instead of being stored.
+/// Returns whether ranks convert fp32 master weights to 16-bit parameters whenever they gather
+/// them, instead of storing a 16-bit copy.
 ///
 /// This is the case on GPUs at stage 3, where parameters are gathered for each use anyway. Casting
 /// saves two bytes per parameter, and takes little time compared with the gather.
@@ -195,7 +195,8 @@ pub struct ZeroEngine {
     pending_param_gathers: Vec<PendingCollective<()>>,
 }
 
-/// Locks the mutex `m`, even if another thread panicked while it held the lock.
+/// Locks a mutex even if it is poisoned, which means that another thread panicked while it held the
+/// lock.
 fn lock_ignoring_poison<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     // A poisoned lock means that the communication thread panicked and aborted the job.
     m.lock().unwrap_or_else(PoisonError::into_inner)
@@ -276,48 +277,48 @@ impl ZeroEngine {
         self.shards[u].trained_counts[self.rank]
     }
 
-    /// Returns copies of the descriptions (names and shapes) of all parameter units (tensors that
-    /// are gathered together), in the order of their indices.
+    /// Returns the names, shapes and trained flags of all parameter units (groups of tensors that
+    /// are gathered together), in the order of the units' indices.
     pub fn clone_units(&self) -> Vec<ParamUnit> {
         self.shards.iter().map(|shard| shard.unit.clone()).collect()
     }
 
-    /// Returns the element types of parameters: that of forward and backward passes, and that which
-    /// the optimizer updates.
+    /// Returns two element types of the job's parameters: the one with which forward and backward
+    /// passes compute, and the one that the optimizer updates.
     pub fn param_dtypes(&self) -> ParamDtypes {
         self.weights
     }
 
-    /// Returns which range of parameter unit `u` (concatenated tensors) this rank stores
-    /// permanently in the precision of the optimizer, such as fp32 master weights. With master
-    /// weights, this rank updates exactly this range.
+    /// Returns the range of parameter unit `u` (concatenated tensors) that this rank always stores
+    /// in the precision of the optimizer, such as fp32 master weights. With master weights, this
+    /// rank updates exactly this range.
     pub fn resident_range(&self, u: usize) -> Range<usize> {
         self.select_stored_range(u, self.policy.shards_updated_params(self.weights.has_master_weights()))
     }
 
-    /// Returns which range of parameter unit `u` (concatenated tensors) this rank stores
-    /// permanently in the precision of forward and backward passes.
+    /// Returns the range of parameter unit `u` (concatenated tensors) that this rank always stores
+    /// in the precision of forward and backward passes.
     pub fn range_of_compute_copy(&self, u: usize) -> Range<usize> {
         self.select_stored_range(u, self.policy.shard_parameters)
     }
 
-    /// Returns which range of parameter unit `u` (concatenated tensors that are gathered together)
-    /// this rank's optimizer updates.
+    /// Returns the range of parameter unit `u` (concatenated tensors that are gathered together)
+    /// that this rank's optimizer updates: its shard, or the whole unit without ZeRO.
     pub fn optimizer_range(&self, u: usize) -> Range<usize> {
         self.select_stored_range(u, self.policy.shard_optimizer)
     }
 
-    /// Returns the range of parameter unit `u` (concatenated tensors) that this rank stores, which
-    /// is only this rank's shard if `sharded` is set. Otherwise, it is the whole unit on ranks that
-    /// own a part of it, and empty on others.
+    /// Returns the range of a parameter unit (concatenated tensors) that this rank stores: its
+    /// shard if `sharded` is set, otherwise the whole unit if the rank owns a part. Otherwise, it
+    /// is the whole unit on ranks that own a part of it, and empty on others.
     fn select_stored_range(&self, u: usize, sharded: bool) -> Range<usize> {
         let unit = &self.shards[u].unit;
         if sharded || !unit.owners.contains(self.rank) { self.owned_range(u) } else { 0..unit.len() }
     }
 
-    /// Writes `values` to this rank's 16-bit copy of parameter unit `u` (tensors that are gathered
-    /// together), beginning with element number `at` of the copy. Does nothing if no such copy is
-    /// stored.
+    /// Overwrites a part of this rank's 16-bit copy of parameter unit `u` (tensors that are
+    /// gathered together) with `values`, from element number `at` of the copy on. Does nothing if
+    /// no such copy is stored.
     pub fn update_compute_copy(&self, u: usize, at: usize, values: View) {
         if let Some(compute_copy) = &self.shards[u].compute_copy {
             copy_or_cast(
@@ -328,9 +329,9 @@ impl ZeroEngine {
         }
     }
 
-    /// Writes `values` to this rank's stored parameters of unit `u` (tensors that are gathered
-    /// together), those that the optimizer updates, beginning with element number `at`. Rounds to
-    /// the nearest value if the parameters have 16 bits.
+    /// Overwrites a part of the parameters of unit `u` (tensors that are gathered together) that
+    /// this rank stores for the optimizer, from element number `at` on. Rounds to the nearest value
+    /// if the parameters have 16 bits.
     pub fn write_resident_params(&self, u: usize, at: usize, values: View) {
         copy_or_cast(
             self.ops.as_ref(),
@@ -339,9 +340,9 @@ impl ZeroEngine {
         );
     }
 
-    /// Recomputes the 16-bit copy of parameter unit `u` (tensors that are gathered together) for
-    /// forward and backward passes from the fp32 master weights. Does nothing if no such copy is
-    /// stored.
+    /// Converts this rank's fp32 master weights of parameter unit `u` (tensors that are gathered
+    /// together) again to the 16-bit copy for forward and backward passes. Does nothing if no such
+    /// copy is stored.
     ///
     /// If several ranks store the whole unit, all of them must have changed the unit equally.
     pub fn refresh_compute_copy(&self, u: usize) {
@@ -352,29 +353,29 @@ impl ZeroEngine {
         );
     }
 
-    /// Calls `f` with the parameters of unit `u` (tensors that are gathered together) that this
-    /// rank stores for the optimizer to update.
+    /// Calls the function `f` with the parameters of unit `u` (tensors that are gathered together)
+    /// that this rank stores for the optimizer, which `f` may change.
     pub fn with_resident_params<T>(&self, u: usize, f: impl FnOnce(&mut Buf) -> T) -> T {
         f(&mut self.lock_resident_params_mut(u))
     }
 
-    /// Locks this rank's stored parameters of unit `u` (tensors that are gathered together), those
-    /// that the optimizer updates, for reading.
+    /// Returns a read lock on the parameters of unit `u` (tensors that are gathered together) that
+    /// this rank stores for the optimizer.
     pub fn lock_resident_params(&self, u: usize) -> RwLockReadGuard<'_, Buf> {
         lock_for_reading(&self.shards[u].params)
     }
 
-    /// Locks this rank's stored parameters of unit `u` (tensors that are gathered together), those
-    /// that the optimizer updates, for writing.
+    /// Returns a write lock on the parameters of unit `u` (tensors that are gathered together) that
+    /// this rank stores for the optimizer.
     pub fn lock_resident_params_mut(&self, u: usize) -> RwLockWriteGuard<'_, Buf> {
         lock_for_writing(&self.shards[u].params)
     }
 
     // --- parameters ---------------------------------------------------------------------------
 
-    /// Begins a forward or backward pass that uses the parameter units (tensors that are gathered
-    /// together) in the order `order`, and plans their gathers. Panics if the previous pass was not
-    /// finished.
+    /// Begins a forward or backward pass, and plans the gathers of the parameter units (tensors
+    /// that are gathered together) that the pass uses in the given order. Panics if the previous
+    /// pass was not finished.
     pub fn begin_pass(&mut self, order: impl IntoIterator<Item = usize>) {
         assert!(
             self.upcoming.is_empty() && self.pending_gathers.is_empty(),
@@ -389,8 +390,8 @@ impl ZeroEngine {
         self.pass_barrier = is_shared.then(|| self.queue.submit(|comm: &dyn Comm| comm.barrier()));
     }
 
-    /// Returns whether this rank must gather or convert the parameters of unit `u` (tensors that
-    /// are gathered together) before each use, instead of storing them ready for use.
+    /// Returns whether the parameters of unit `u` (tensors that are gathered together) must be
+    /// gathered from other ranks, or converted to 16 bits, before each use.
     fn needs_gather(&self, u: usize) -> bool {
         let is_shared =
             self.policy.shard_parameters && self.shards[u].unit.owners.count_owners_below(self.world) > 1;
@@ -403,9 +404,9 @@ impl ZeroEngine {
         casts_params_on_gather(self.policy, self.weights, self.ops.is_host())
     }
 
-    /// Makes all parameters of unit `u` (tensors that are gathered together) available on this
-    /// rank, by waiting for their gather if necessary. Waits for the gather of `u` if its
-    /// parameters were not retained. Also starts the next gathers.
+    /// Returns a handle to all parameters of unit `u` (tensors that are gathered together), and
+    /// waits until they are gathered from the other ranks if necessary. Waits for the gather of `u`
+    /// if its parameters were not retained. Also starts the next gathers.
     pub fn fetch_params(&mut self, u: usize) -> Result<ParamsGuard> {
         if !self.needs_gather(u) {
             return Ok(ParamsGuard::Resident(u));
@@ -431,8 +432,8 @@ impl ZeroEngine {
         Ok(ParamsGuard::Gathered(fetch, gather.wait()?))
     }
 
-    /// Starts to gather all parameters of unit `u` (tensors that are gathered together) from the
-    /// ranks into a buffer.
+    /// Starts to gather all parameters of unit `u` (tensors that are gathered together) into a
+    /// buffer on this rank, for use in a forward or backward pass.
     fn start_gather_for_use(&self, u: usize) -> PendingCollective<Buf> {
         let (shards, len) = (self.shards.clone(), self.shards[u].unit.len());
         let mut whole = lock_ignoring_poison(&self.param_pool).take(self.ops.as_ref(), len);
@@ -459,8 +460,8 @@ impl ZeroEngine {
         })
     }
 
-    /// Calls `f` with all parameters of the unit (tensors that are gathered together) to which
-    /// `guard` gives access.
+    /// Calls the function `f` with all parameters of one unit (tensors that are gathered together),
+    /// which the handle `guard` makes readable.
     pub fn with_params<T>(&self, guard: &ParamsGuard, f: impl FnOnce(View) -> T) -> T {
         match guard {
             ParamsGuard::Resident(u) => f(lock_for_reading(self.shards[*u].select_compute_params()).view()),
@@ -473,8 +474,8 @@ impl ZeroEngine {
         }
     }
 
-    /// Calls `f` with the gathered parameters behind the handle `first` and, if there is one, the
-    /// handle `second`, each of one unit.
+    /// Calls the function `f` with all parameters of one or two units (tensors that are gathered
+    /// together), to which the handles `first` and `second` refer.
     pub fn with_params_of_units<T>(
         &self,
         (first, second): (&ParamsGuard, Option<&ParamsGuard>),
@@ -486,8 +487,8 @@ impl ZeroEngine {
         })
     }
 
-    /// Ends the use of gathered parameters through `guard`, and frees their memory unless they are
-    /// kept for the next use.
+    /// Gives back the handle to a unit's gathered parameters, and frees their buffer unless the
+    /// parameters are kept for the next use of the unit.
     pub fn release_params(&self, guard: ParamsGuard) {
         match guard {
             ParamsGuard::Resident(_) => {}
@@ -520,9 +521,9 @@ impl ZeroEngine {
         Ok(())
     }
 
-    /// Starts to send the updated shards of parameter unit `u` (tensors that are gathered together)
-    /// to every rank that stores the whole unit. [`ZeroEngine::wait_for_updated_param_gathers`]
-    /// waits for the result.
+    /// Starts to distribute the updated shards of parameter unit `u` (tensors that are gathered
+    /// together) among the ranks that store the whole unit.
+    /// [`ZeroEngine::wait_for_updated_param_gathers`] waits for the result.
     ///
     /// Collective: every rank must call it.
     pub fn start_updated_param_gather(&mut self, u: usize) {
@@ -566,10 +567,10 @@ impl UnitShard {
         self.compute_copy.as_ref().unwrap_or(&self.params)
     }
 
-    /// Overwrites the 16-bit copy of parameters for forward and backward passes with the fp32
-    /// master weights, where this rank stores both. The resident parameters cover the flat range
-    /// `resident`, and the compute copy covers `computed`. Does nothing if no compute copy is
-    /// stored.
+    /// Converts the fp32 master weights to the 16-bit copy for forward and backward passes, for
+    /// those elements of the unit of which this rank stores both. The resident parameters cover the
+    /// flat range `resident`, and the compute copy covers `computed`. Does nothing if no compute
+    /// copy is stored.
     fn refresh_compute_copy(&self, ops: &dyn Ops, resident: Range<usize>, computed: Range<usize>) {
         let Some(compute_copy) = &self.compute_copy else { return };
         let (mut to, from) = (lock_for_writing(compute_copy), lock_for_reading(&self.params));
@@ -602,8 +603,8 @@ impl UnitShard {
     }
 }
 
-/// Copies `values` to `to`, between host and device and with a conversion of the element type if
-/// necessary. Rounds to the nearest value if `to` has a narrower type.
+/// Copies `values` to `to`, which may be in other memory (host or device) and may have another
+/// element type. Rounds to the nearest value if `to` has a narrower type.
 pub(crate) fn copy_or_cast(ops: &dyn Ops, to: ViewMut, values: View) {
     if to.dtype() == values.dtype() {
         return ops.copy(to, values);

@@ -15,8 +15,8 @@ pub struct PlannedFetch {
     pub is_kept: bool,
 }
 
-/// Plans for each use of a parameter unit (tensors that are gathered together) whether the unit
-/// must be gathered first and whether it stays gathered afterwards. The pass uses units in the
+/// Decides for each use of a parameter unit (tensors that are gathered together) in a pass whether
+/// the gathered parameters stay in memory until the unit's next use. The pass uses units in the
 /// order `order`.
 ///
 /// At most `limit` elements are retained at a time. Units whose next use is soonest have

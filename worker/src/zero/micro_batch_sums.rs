@@ -28,8 +28,8 @@ impl MicroBatchRange {
         MicroBatchRange { start, len: 1 }
     }
 
-    /// Returns the union of the micro-batch ranges `self` and `right` if both have the same parent
-    /// in the binary tree of gradient sums. Returns `None` otherwise.
+    /// Returns the range of micro-batches that joins this range with `right`, if the two are the
+    /// children of one node in the binary tree of gradient sums. Returns `None` otherwise.
     pub fn join_with_sibling(self, right: MicroBatchRange) -> Option<MicroBatchRange> {
         let siblings = self.len == right.len
             && self.start.is_multiple_of(2 * self.len)
@@ -37,24 +37,24 @@ impl MicroBatchRange {
         siblings.then_some(MicroBatchRange { start: self.start, len: 2 * self.len })
     }
 
-    /// Returns the micro-batches of `self` and `right` as one range, if `right` begins where `self`
-    /// ends. Returns `None` otherwise.
+    /// Returns the range of micro-batches that joins this range with the range `right`, if `right`
+    /// begins where this range ends. Returns `None` otherwise.
     fn join_with_adjacent(self, right: MicroBatchRange) -> Option<MicroBatchRange> {
         let len = self.len + right.len;
         (right.start == self.start + self.len).then_some(MicroBatchRange { start: self.start, len })
     }
 }
 
-/// Splits the micro-batches `range` into the fewest ranges that are nodes of the binary tree in
-/// which gradients are summed.
+/// Splits a range of micro-batches into the fewest parts that each are a whole subtree of the
+/// binary tree in which gradients are summed.
 pub fn split_into_tree_ranges(range: std::ops::Range<usize>) -> Vec<MicroBatchRange> {
     let mut kept = Vec::new();
     range.for_each(|s| push_and_merge_ranges(&mut kept, MicroBatchRange::from_micro_batch(s)));
     kept
 }
 
-/// Appends `top` to the list `kept` of micro-batch ranges, and merges the last two ranges as long
-/// as they are siblings in the binary summation tree.
+/// Appends the micro-batch range `top` to the list `kept`, and repeatedly joins the last two ranges
+/// if they are siblings in the binary tree of gradient sums.
 fn push_and_merge_ranges(kept: &mut Vec<MicroBatchRange>, mut top: MicroBatchRange) {
     while let Some(merged) = kept.last().and_then(|left| left.join_with_sibling(top)) {
         kept.pop();
@@ -79,14 +79,14 @@ impl MicroBatchSums {
         MicroBatchSums { len, in_arrival_order: false, stack: Vec::new(), free_buffers: Vec::new() }
     }
 
-    /// Creates an empty sum of vectors with `len` elements over micro-batches, to which vectors are
-    /// added in the order in which they arrive.
+    /// Creates an empty accumulator for vectors of `len` elements, which adds the vectors of
+    /// micro-batches in the order in which they arrive.
     pub fn new_with_arrival_order(len: usize) -> Self {
         MicroBatchSums { in_arrival_order: true, ..MicroBatchSums::new(len) }
     }
 
-    /// Returns the micro-batches of the newest partial sum after adding a vector for `right` to it,
-    /// or `None` if the vector must stay separate.
+    /// Returns which micro-batches the newest partial sum would cover after adding a vector for
+    /// `right`, or `None` if the vector must be kept as a separate partial sum.
     fn merged_range_if_pushed(&self, right: MicroBatchRange) -> Option<MicroBatchRange> {
         let (left, _) = self.stack.last()?;
         if self.in_arrival_order { left.join_with_adjacent(right) } else { left.join_with_sibling(right) }
@@ -102,8 +102,8 @@ impl MicroBatchSums {
         self.stack.is_empty()
     }
 
-    /// Takes a free buffer for one vector that is to be added to the sum, with unspecified content.
-    /// The caller fills it and passes it to [`MicroBatchSums::push_owned`].
+    /// Returns a free buffer, with unspecified content, for the next vector that will be added to
+    /// this accumulator. The caller fills it and passes it to [`MicroBatchSums::push_owned`].
     ///
     /// The free buffer with the lowest address is used, so that each step uses the same buffers and
     /// CUDA graphs can be replayed.
@@ -115,9 +115,9 @@ impl MicroBatchSums {
         )
     }
 
-    /// Adds the vector `x`, the sum over the micro-batches in `range`, to this accumulator without
-    /// taking ownership of the vector. If `x` cannot be merged with the newest partial sum
-    /// immediately, keeps a copy of `x` until its sibling arrives.
+    /// Adds the vector `x`, which is the sum over the micro-batches in `range`, to this
+    /// accumulator, which copies the vector if necessary. If `x` cannot be merged with the newest
+    /// partial sum immediately, keeps a copy of `x` until its sibling arrives.
     pub fn push_copy(&mut self, ops: &dyn Ops, range: MicroBatchRange, x: View) {
         assert_eq!(x.len(), self.len, "partial of another length");
         match self.merged_range_if_pushed(range) {
@@ -134,8 +134,9 @@ impl MicroBatchSums {
         }
     }
 
-    /// Adds the vector in the buffer `sum`, which covers the micro-batches of `range`, to this sum,
-    /// and takes over the buffer. Takes ownership of the buffer instead of copying it.
+    /// Adds the vector `sum`, which is the sum over the micro-batches in `range`, to this
+    /// accumulator, which takes ownership of the vector's buffer. Takes ownership of the buffer
+    /// instead of copying it.
     pub fn push_owned(&mut self, ops: &dyn Ops, mut range: MicroBatchRange, mut sum: Buf) {
         assert_eq!(sum.len(), self.len, "partial of another length");
         while let Some(merged) = self.merged_range_if_pushed(range) {
@@ -164,7 +165,7 @@ impl MicroBatchSums {
         Some(sum)
     }
 
-    /// Discards the partial sums, and keeps their buffers for reuse.
+    /// Removes all vectors that were added to this accumulator, and keeps the buffers for reuse.
     pub fn clear(&mut self) {
         self.free_buffers.extend(self.stack.drain(..).map(|(_, b)| b));
     }
@@ -199,8 +200,8 @@ pub fn sum_in_fixed_order(micro_batches: &[f64]) -> f64 {
     sum
 }
 
-/// Counts the largest number of gradient buffers in use at the same time while gradients of the
-/// micro-batch ranges `ranges` are added in this order.
+/// Computes how many gradient buffers are in use at most while the gradients of the micro-batch
+/// ranges `ranges` are summed one after the other.
 ///
 /// If `owned` is set, ranges are added with [`MicroBatchSums::push_owned`] and each has a buffer.
 /// Otherwise they are added with [`MicroBatchSums::push_copy`], and a range whose left sibling is

@@ -45,8 +45,8 @@ impl ShardingPolicy {
         }
     }
 
-    /// Returns which of optimizer states, gradients and parameters are divided among ranks
-    /// according to the job's `train` section.
+    /// Returns the policy that the job's ZeRO stage, expert-parallel size and `train.deterministic`
+    /// require.
     pub fn for_job(train: &TrainSpec) -> Self {
         let sums_in_arrival_order = !train.deterministic;
         ShardingPolicy {
@@ -56,8 +56,8 @@ impl ShardingPolicy {
         }
     }
 
-    /// Creates an empty sum of gradients with `len` elements over micro-batches, which adds them in
-    /// the order that this policy requires.
+    /// Creates an accumulator that sums gradients of `len` elements over micro-batches, in a fixed
+    /// order or in the order in which they arrive.
     fn new_gradient_sum(&self, len: usize) -> MicroBatchSums {
         if self.sums_in_arrival_order {
             MicroBatchSums::new_with_arrival_order(len)
@@ -66,8 +66,8 @@ impl ShardingPolicy {
         }
     }
 
-    /// Returns this policy adapted to a job in which experts are distributed over groups of
-    /// `parallel` ranks.
+    /// Returns this policy changed for expert parallelism: if `parallel`, the size of an
+    /// expert-parallel group, is above 1, gradients are always sharded.
     ///
     /// In each round, a rank then computes gradients of its experts for the micro-batches of its
     /// whole group. Gradients are therefore reduced during the backward pass at every stage.
@@ -76,15 +76,15 @@ impl ShardingPolicy {
     }
 
     /// Returns whether a rank stores only its shard of the parameters that the optimizer updates,
-    /// and not all of them. If `masters` is set, the updated parameters are the fp32 master
-    /// weights, which are sharded like optimizer states.
+    /// instead of all of these parameters. If `masters` is set, the updated parameters are the fp32
+    /// master weights, which are sharded like optimizer states.
     pub fn shards_updated_params(&self, masters: bool) -> bool {
         if masters { self.shard_optimizer } else { self.shard_parameters }
     }
 }
 
-/// Decides which micro-batches of a step each rank computes, and in which of its rounds (one
-/// forward and backward pass each).
+/// The assignment of a step's micro-batches to ranks and to rounds, in each of which a rank runs
+/// one forward and backward pass.
 ///
 /// The sum over micro-batches is one fixed tree, so the assignment does not affect any bit. The
 /// assignment decides which partial sums must be kept. With sharded gradients, consecutive
@@ -102,14 +102,14 @@ pub struct MicroBatchSchedule {
 }
 
 impl MicroBatchSchedule {
-    /// Returns how many micro-batches each rank computes per step; some ranks may have none in the
-    /// last round. The number is equal on every rank.
+    /// Returns the number of rounds (one forward and backward pass of every rank) in a step, which
+    /// is the number of micro-batches per rank, rounded up. The number is equal on every rank.
     pub fn count_rounds(&self) -> usize {
         self.micro_batches.div_ceil(self.world)
     }
 
-    /// Returns which micro-batch the rank `rank` computes in round number `round`, or `None` if it
-    /// only takes part in collectives.
+    /// Returns the number of the micro-batch that the rank `rank` computes in round number `round`,
+    /// or `None` if no micro-batch is left for this rank.
     pub fn find_micro_batch(&self, rank: usize, round: usize) -> Option<usize> {
         if self.interleaved {
             let s = round * self.world + rank;

@@ -32,8 +32,8 @@ pub(super) struct ExchangeBuffers {
 }
 
 impl ExchangeBuffers {
-    /// Enlarges the buffer for sending data of type `dtype` to other ranks if necessary, and
-    /// returns its first `len` elements.
+    /// Returns the first `len` elements of the reusable buffer for data of type `dtype` that this
+    /// rank sends, which is enlarged if it is too short.
     fn reserve_send_buffer(&mut self, ops: &dyn Ops, dtype: Dtype, len: usize) -> ViewMut<'_> {
         if dtype == Dtype::F32 {
             return resize_buffer(ops, EXCHANGE_BUFFERS_LABEL, &mut self.sent, len);
@@ -65,7 +65,8 @@ impl ExchangeBuffers {
     }
 
     /// Gathers a parameter unit (tensors that are gathered together) from the ranks that own its
-    /// parts into `whole` on each of these ranks. Collective: every rank must call it.
+    /// parts into the buffer `whole`, which is filled on each of these ranks. Collective: every
+    /// rank must call it.
     ///
     /// `shard_lengths` are the lengths of all ranks' shards, and `owned` is this rank's shard. On
     /// ranks that do not own the unit, `owned` and `whole` are empty.
@@ -94,9 +95,9 @@ impl ExchangeBuffers {
         comm.all_to_all(whole, &received, send.as_view(), &sent)
     }
 
-    /// Sends the gradients of a parameter unit (tensors that are gathered together), summed over
-    /// some micro-batches, to the ranks that own the parameters. Passes received shards to `sink`
-    /// in the order of the micro-batches.
+    /// Sends this rank's gradient sums of a parameter unit (tensors that are gathered together) to
+    /// the unit's owner ranks, and receives theirs for this rank's shard. Passes received shards to
+    /// `sink` in the order of the micro-batches.
     ///
     /// Collective: every rank must call it.
     pub(super) fn exchange_partial_sums(
@@ -148,8 +149,8 @@ impl ExchangeBuffers {
     }
 }
 
-/// Returns `buf` for elements of type `dtype`, after replacing `buf` by an empty buffer if its type
-/// differs.
+/// Returns the buffer `buf`, which is replaced by an empty buffer for elements of type `dtype` if
+/// it has another element type.
 fn replace_if_other_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> &'a mut Buf {
     if buf.is_empty() || buf.dtype() != dtype {
         *buf = ops.zeroed(dtype, 0);
@@ -157,8 +158,8 @@ fn replace_if_other_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> 
     buf
 }
 
-/// Computes the lengths of the buffers in which a rank exchanges parameters and gradients of `unit`
-/// with the other ranks that own a part.
+/// Computes how many elements a rank sends and receives at most when it gathers the parameters, or
+/// reduces the gradients, of a unit that only some ranks own.
 ///
 /// The results are three numbers of elements: those that a gather of the unit's parameters sends,
 /// those that a reduction of the unit's gradients sends, and those that this reduction receives.
@@ -196,8 +197,8 @@ fn list_group_micro_batches(
     micro_batches.first().map_or(0..0, |&a| a..a + micro_batches.len())
 }
 
-/// Returns the micro-batches that the expert-parallel group of `rank` computes in round `round`,
-/// grouped into ranges with one gradient sum each.
+/// Returns the micro-batches that the expert-parallel group of `rank` computes in one round, as
+/// ranges whose gradients are each sent as one sum.
 pub(super) fn list_group_tree_ranges(
     schedule: &MicroBatchSchedule,
     owners: OwnerRanks,
@@ -207,8 +208,8 @@ pub(super) fn list_group_tree_ranges(
     split_into_tree_ranges(list_group_micro_batches(schedule, owners, rank, round))
 }
 
-/// Returns the largest number of buffers in which a rank sums expert gradients over the
-/// micro-batches of its expert-parallel group in one round. The memory estimate uses the result.
+/// Returns how many gradient buffers a rank needs at most in one round to sum expert gradients over
+/// the micro-batches of its expert-parallel group. The memory estimate uses the result.
 pub fn count_peak_group_buffers(schedule: &MicroBatchSchedule, owners: OwnerRanks, rank: usize) -> usize {
     let buffers_in_round = |round| {
         count_peak_gradient_buffers(
@@ -219,8 +220,8 @@ pub fn count_peak_group_buffers(schedule: &MicroBatchSchedule, owners: OwnerRank
     (0..schedule.count_rounds()).map(buffers_in_round).max().unwrap_or(0)
 }
 
-/// Returns the largest number of buffers in which a rank sums the gradients of a parameter unit
-/// that it owns during one step. The memory estimate uses the result.
+/// Returns how many gradient buffers a rank needs at most during one step to sum the gradients of a
+/// parameter unit that it owns. The memory estimate uses the result.
 pub fn count_peak_owner_buffers(schedule: &MicroBatchSchedule, owners: OwnerRanks) -> usize {
     let ranks = || (0..schedule.world).filter(|&r| owners.contains(r));
     let ranges = (0..schedule.count_rounds())

@@ -8,8 +8,8 @@ use crate::params::ParamUnit;
 use device::ops::NORM_BLOCK_LEN;
 use std::ops::Range;
 
-/// The division of one parameter unit (tensors that are gathered together) among the ranks that own
-/// it: rank r owns the elements `cuts[r]..cuts[r+1]`.
+/// The division of one parameter unit (tensors that are gathered together) into shards: the
+/// positions at which each owner rank's shard begins and ends.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
     cuts: Vec<usize>,
@@ -45,7 +45,7 @@ impl Partition {
 }
 
 /// Returns the position nearest to element number `at` of a parameter unit (tensors that are
-/// gathered together) at which a shard may end.
+/// gathered together) at which one shard may end and the next begin.
 fn find_nearest_cut(unit: &ParamUnit, at: usize) -> usize {
     let tensor = (0..unit.params.len()).map(|i| unit.tensor_range(i)).find(|r| r.contains(&at));
     let Some(r) = tensor else { return unit.len() };

@@ -70,8 +70,8 @@ fn check_loss_scale(d: &mut JobDecoder, train: &TrainSpec) {
     }
 }
 
-/// Rejects `head_dim` and `num_key_value_heads` if their values are not the ones that a model
-/// family with learned positions, such as GPT-2, requires.
+/// Rejects values of `head_dim` and `num_key_value_heads` that a model family with learned
+/// positions, such as GPT-2, cannot have.
 fn check_learned_position_heads(d: &mut JobDecoder, m: &ModelSpec) {
     if !has_learned_positions(&m.family) {
         return;
@@ -260,7 +260,8 @@ fn check_trained_params(d: &mut JobDecoder, train: &TrainSpec) {
     }
 }
 
-/// Rejects keys that conflict with `train.lora`, because adapters are the only trained parameters.
+/// Rejects keys that conflict with `train.lora`, such as `train.freeze`, because only the adapters
+/// are trained.
 fn check_lora(d: &mut JobDecoder, train: &TrainSpec) {
     if train.lora.is_none() {
         return;

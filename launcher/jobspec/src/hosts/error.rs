@@ -85,8 +85,8 @@ impl HostSyntaxError {
         }
     }
 
-    /// Adds `by` bytes to the position of the error, to convert a position in one item of a host
-    /// list to a position in the whole list.
+    /// Moves the position of the error by `by` bytes, from a position in one item to a position in
+    /// the whole list of hosts.
     pub(super) fn shift_by(self, by: usize) -> Self {
         HostSyntaxError { at: self.at + by, ..self }
     }

@@ -35,13 +35,13 @@ impl HostSlots {
 /// (places of workers).
 pub type SelectedHost = (usize, HostSlots);
 
-/// The slots (places of workers) that filters of hosts select, by the index of the host in the list
-/// of all hosts. An empty list stands for all slots.
+/// The slots (places of workers) that filters of hosts select on each host, with the host's index
+/// in the list of all hosts as the key. An empty list stands for all slots.
 type SlotsByHostIndex = BTreeMap<usize, Vec<u32>>;
 
-/// Selects the hosts that the filters in `include` name, or, if there are none, the hosts that the
-/// filters in `exclude` do not name. Each host is given by name and slots. Returns the remaining
-/// hosts in the order of `hosts`.
+/// Selects the hosts that the filters `include` name; without such filters, selects all hosts
+/// except those that the filters `exclude` name. Each host is given by name and slots. Returns the
+/// remaining hosts in the order of `hosts`.
 ///
 /// A filter names a host by its whole name, including the port (`a:2222`). A further colon
 /// introduces slots. Fails if `include` and `exclude` both contain filters, if a filter is not
@@ -97,9 +97,9 @@ fn list_slot_numbers(slots: &HostSlots) -> Option<Vec<u32>> {
     }
 }
 
-/// Parses one filter of hosts, such as `worker-0@worker-1:0,2`, and adds the hosts and slots
-/// (places of workers) of the filter to `named`. `by_name` contains the index in `hosts` of each
-/// host name. Fails if `hosts` lacks a host or a slot.
+/// Parses one filter of hosts, such as `worker-0@worker-1:0,2`, and adds its hosts with their slots
+/// (places of workers) to `named`. `by_name` contains the index in `hosts` of each host name. Fails
+/// if `hosts` lacks a host or a slot.
 fn parse_filter(
     hosts: &[(String, HostSlots)],
     by_name: &HashMap<&str, usize>,
@@ -133,10 +133,10 @@ fn expand_host_name(text: &str) -> Result<Vec<String>, FilterProblem> {
     }
 }
 
-/// Adds the slots (places of workers) with the numbers `these` of one host to `named`, the slots
-/// that filters of hosts select. `index` is the index of the host in the list of hosts. An empty
-/// list stands for all slots. Fails if the host lacks one of the slots, or if filters name the host
-/// both with and without slots.
+/// Adds the slots (places of workers) `these` of one host to the selection `named`, which a filter
+/// of hosts builds. `index` is the index of the host in the list of hosts. An empty list stands for
+/// all slots. Fails if the host lacks one of the slots, or if filters name the host both with and
+/// without slots.
 fn add_slots(
     (host, slots): &(String, HostSlots),
     index: usize,

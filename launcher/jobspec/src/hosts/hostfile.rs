@@ -85,10 +85,10 @@ impl HostfileParser {
         Ok(())
     }
 
-    /// Adds a host, which the hostfile names in line `line`, to the hosts that were parsed so far.
-    /// If an earlier line named the host, and neither line states the slots, the host gets one more
-    /// slot, as in Open MPI. `at` is the byte offset of the host in the line, and becomes the
-    /// position of an error.
+    /// Adds the host of one line of a hostfile, with its number of slots (places of workers), to
+    /// the hosts of earlier lines. If an earlier line named the host, and neither line states the
+    /// slots, the host gets one more slot, as in Open MPI. `at` is the byte offset of the host in
+    /// the line, and becomes the position of an error.
     fn add_host(
         &mut self,
         host: HostAddress,

@@ -5,7 +5,7 @@ use super::{
     limits::{MAX_BRACKET_PAIRS, MAX_HOSTS, MAX_NAME_BYTES, MAX_RANGE_DIGITS},
 };
 
-/// Creates an error about a mistake in a list of host names, which is at byte `at` of the text.
+/// Creates the error for a mistake of the kind `problem` at byte `at` of a list of host names.
 fn range_error(at: usize, problem: HostSyntaxProblem) -> HostSyntaxError {
     HostSyntaxError { at, problem }
 }
@@ -88,8 +88,8 @@ fn expand_name(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     Ok(names)
 }
 
-/// Fails if appending `piece` to the host names `names`, expanded from a pattern such as `n[1-3]`,
-/// makes them longer than [`MAX_NAME_BYTES`] bytes. Only the first name is examined, because the
+/// Fails if host names that are expanded from a pattern such as `n[1-3]` would exceed
+/// [`MAX_NAME_BYTES`] bytes with `piece` at their end. Only the first name is examined, because the
 /// lengths of the others differ by a few digits at most. The check avoids the cost of appending a
 /// long text to thousands of names. `at` becomes the position of the error.
 fn check_name_length(names: &[String], piece: &str, at: usize) -> Result<(), HostSyntaxError> {

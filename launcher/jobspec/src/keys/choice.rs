@@ -1,4 +1,4 @@
-//! Creates the value types ([`ValueType`]) of keys of job.yaml whose values are keywords.
+//! Creates the parsers and printers ([`ValueType`]) for job.yaml keys whose values are keywords.
 use super::{
     nearest_name::find_nearest_name,
     value_type::{ValueType, choose_text_error_code},
@@ -48,8 +48,8 @@ macro_rules! choices {
 }
 pub(crate) use choices;
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept the keywords of the enum
-/// `T`.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept the keywords of the
+/// enum `T`.
 pub(crate) fn choice_type<T: Choice>() -> ValueType<T> {
     let docs: Vec<String> =
         T::CHOICES.iter().map(|(.., doc)| doc.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
@@ -59,9 +59,9 @@ pub(crate) fn choice_type<T: Choice>() -> ValueType<T> {
     values
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept one of several keywords,
-/// each of which stands for a value. The error for any other text suggests the most similar
-/// keyword.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept one of several
+/// keywords, each with the Rust value that it is read as. The error for any other text suggests the
+/// most similar keyword.
 pub(crate) fn keywords_type<T: Clone + PartialEq + 'static>(values: Vec<(&'static str, T)>) -> ValueType<T> {
     let names: Vec<&'static str> = values.iter().map(|(name, _)| *name).collect();
     let (accepts, schema) = (format_choices(&names), json!({"enum": names}));

@@ -1,4 +1,4 @@
-//! Creates the value types ([`ValueType`]) of keys of job.yaml whose values are lists.
+//! Creates the parsers and printers ([`ValueType`]) for job.yaml keys whose values are lists.
 use super::value_type::{ReadResult, ValueType, wrong_type_error};
 use crate::yaml::{
     format::{YamlText, format_list},
@@ -7,14 +7,14 @@ use crate::yaml::{
 };
 use serde_json::json;
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept lists of items of the
-/// type `item`. `accepts` describes the list, such as `list of paths`. The error of a list contains
-/// the mistakes of all items.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept lists of items of
+/// the type `item`. `accepts` describes the list, such as `list of paths`. The error of a list
+/// contains the mistakes of all items.
 pub(crate) fn list_type<T: 'static>(accepts: &'static str, item: ValueType<T>) -> ValueType<Vec<T>> {
     described_list_type(accepts, format!("a {accepts}"), item)
 }
 
-/// Returns the value type ([`ValueType`]) of keys that accept lists of `item` values, described by
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept lists, described by
 /// `expected` in messages and by `accepts` in docs/job.md.
 pub(crate) fn described_list_type<T: 'static>(
     accepts: &'static str,
@@ -57,8 +57,8 @@ fn read_list<T: 'static>(expected: &str, item: &ValueType<T>, node: &YamlNode) -
     }
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept lists of exactly two
-/// items of the type `item`. `accepts` describes the pair in docs/job.md, and `expected` in
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept lists of exactly
+/// two items of the type `item`. `accepts` describes the pair in docs/job.md, and `expected` in
 /// messages.
 pub(crate) fn pair_type<T: Clone + 'static>(
     accepts: &'static str,

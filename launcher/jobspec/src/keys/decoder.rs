@@ -31,8 +31,8 @@ pub(crate) struct JobDecoder {
     table: &'static [KeyInfo],
 }
 
-/// A section of a job, such as `train.batch`, with its keys and their YAML values. A section that
-/// the job does not contain has no entries.
+/// A section of a job, such as `train.batch`, in its YAML form: the path of the section, and its
+/// keys with their values. A section that the job does not contain has no entries.
 #[derive(Clone, Copy)]
 pub(crate) struct JobSection<'n> {
     path: &'static str,
@@ -73,9 +73,9 @@ impl JobDecoder {
         }
     }
 
-    /// Reads a YAML mapping inside a key's value, such as one item of the list
-    /// `train.optimizer.groups`. Returns the result, the keys without a value, and the errors,
-    /// which have no location yet.
+    /// Decodes a YAML mapping that is a part of a key's value, such as one item of the list
+    /// `train.optimizer.groups`, with the function `decode`. Returns the result, the keys without a
+    /// value, and the errors, which have no location yet.
     pub(crate) fn decode_record<T>(
         entries: &[YamlEntry],
         decode: impl FnOnce(&mut JobDecoder, &JobSection<'_>) -> T,
@@ -99,13 +99,15 @@ impl JobDecoder {
         self.open_section_node(path, node)
     }
 
-    /// Returns whether the section `path` of `parent` is absent or `null`.
+    /// Returns whether the job lacks the section `path`, which would be directly within the section
+    /// `parent`, or gives it the value `null`.
     pub(crate) fn is_null_or_absent(&self, parent: &JobSection<'_>, path: &'static str) -> bool {
         find_inner_section(parent, path).is_none_or(|n| matches!(n.value, YamlValue::Null))
     }
 
-    /// Returns the section `path` as a [`JobSection`], with the keys in its YAML mapping `node`.
-    /// Reports a value that is not a mapping, and unknown and duplicate keys.
+    /// Returns the section `path` as a [`JobSection`] from its YAML value `node`, and reports
+    /// unknown keys, duplicate keys and a wrong type. Reports a value that is not a mapping, and
+    /// unknown and duplicate keys.
     fn open_section_node<'n>(&mut self, path: &'static str, node: Option<&'n YamlNode>) -> JobSection<'n> {
         let entries: &[YamlEntry] = match node {
             None => &[],
@@ -119,8 +121,8 @@ impl JobDecoder {
         JobSection { path, entries, given: node.is_some() }
     }
 
-    /// Reports the keys of a section that are unknown, and those that are given twice, by their
-    /// name and by an alias.
+    /// Reports the unknown keys of a section, and the keys that the section contains under two
+    /// names, such as an alias.
     fn check_key_names(&mut self, section: &'static str, entries: &[YamlEntry]) {
         let table = self.table;
         let mut known_names: Vec<&str> = Vec::new();
@@ -164,9 +166,9 @@ impl JobDecoder {
         self.push_error(error);
     }
 
-    /// Reads the value of the key `name` of a section, which may also be given by one of `aliases`.
-    /// Returns `None` if the key is absent. If the value is wrong, reports the error and returns
-    /// `None`.
+    /// Reads the value of the key `name` of a section, where the job may also write an alias from
+    /// `aliases` for the name. Returns `None` if the key is absent. If the value is wrong, reports
+    /// the error and returns `None`.
     pub(crate) fn read_key<T: 'static>(
         &mut self,
         section: &JobSection<'_>,
@@ -226,15 +228,16 @@ impl JobDecoder {
         });
     }
 
-    /// Returns whether no error was reported for any of the keys `paths`. If a key has an error,
-    /// its decoded value may be a default instead of the value in the job.
+    /// Returns whether decoding has reported no error about any of the keys whose paths are in
+    /// `paths`. If a key has an error, its decoded value may be a default instead of the value in
+    /// the job.
     pub(crate) fn are_keys_valid(&self, paths: &[&str]) -> bool {
         !self.errors.iter().any(|error| paths.contains(&error.subject().unwrap_or_default()))
     }
 }
 
-/// Sets the subject of a diagnostic to the path of a key, and adds the advice `help` for the user.
-/// An empty text is skipped.
+/// Adds to a diagnostic the path of the key that it is about (its subject) and the advice `help`
+/// for the user. An empty text is skipped.
 fn with_subject_and_help(diagnostic: Diagnostic, path: &str, help: &str) -> Diagnostic {
     let diagnostic = if path.is_empty() { diagnostic } else { diagnostic.with_subject(path) };
     if help.is_empty() { diagnostic } else { diagnostic.with_help(help) }
@@ -246,8 +249,8 @@ fn find_inner_section<'n>(parent: &JobSection<'n>, path: &str) -> Option<&'n Yam
     parent.entries.iter().find(|entry| entry.key == name).map(|entry| &entry.value)
 }
 
-/// Returns the path of the only job.yaml key whose last part or alias is `name`, as a suggestion
-/// for a key in the wrong section. Returns `None` if no key or several keys match.
+/// Finds the key of job.yaml whose last name or alias is `name`, so that a message can suggest the
+/// right section. Returns `None` if no key or several keys match.
 fn find_key_by_last_name<'t>(table: &'t [KeyInfo], name: &str) -> Option<&'t str> {
     let mut found = table.iter().filter(|key| key.has_name(name));
     let first = found.next()?;

@@ -19,7 +19,8 @@ impl JobValues {
         self.values.push((path, value));
     }
 
-    /// Adds the entries in `more` to the value of the key `path`, which is a mapping in YAML.
+    /// Adds the YAML entries `more` to the value of the key `path`, whose value is a mapping such
+    /// as `run.env`.
     pub(crate) fn add_entries(&mut self, path: &str, more: YamlText) {
         let YamlText::Block(more) = more else { return };
         match self.values.iter_mut().find(|(of, _)| of == path) {
@@ -29,8 +30,8 @@ impl JobValues {
         }
     }
 
-    /// Returns the value of the key `path` as YAML text, or an empty text if the value has several
-    /// lines. Returns `None` if the key has no value.
+    /// Returns the value of the key `path` as one line of YAML text, or an empty text if the value
+    /// takes several lines of YAML. Returns `None` if the key has no value.
     pub(crate) fn get(&self, path: &str) -> Option<&str> {
         self.values.iter().find(|(of, _)| of == path).map(|(_, value)| match value {
             YamlText::Line(value) => value.as_str(),
@@ -56,14 +57,14 @@ impl JobValues {
         rule.when.iter().all(|condition| condition.holds(self.get(condition.key_path())))
     }
 
-    /// Formats the error message or warning of `rule`, a rule about the key `path` that applies to
-    /// this job.
+    /// Formats the message of `rule`, which this job violates and which rejects the key `path` or
+    /// warns about it.
     pub(crate) fn format_rule_message(&self, rule: &Rule, path: &str) -> String {
         rule.format_message(path, rule.when.last().and_then(|condition| self.get(condition.key_path())))
     }
 
-    /// Removes the keys that have no effect in this job, such as `momentum` with the optimizer
-    /// AdamW.
+    /// Returns the values without those keys that have no effect in this job, such as `momentum`
+    /// with the optimizer AdamW.
     pub(crate) fn without_unused_keys(mut self, table: &[KeyInfo]) -> JobValues {
         let is_unused = |path: &str| {
             let key = table.iter().find(|key| key.path == path);

@@ -41,8 +41,8 @@ impl<S, T: 'static> Key<S, T> {
         Self::from_default(values, DefaultValue::Yaml(default))
     }
 
-    /// Declares a key of job.yaml whose default is computed from other keys. `words` describes the
-    /// computation.
+    /// Declares a key of job.yaml whose default the function `compute` derives from other keys of
+    /// the job. `words` describes the computation.
     pub(crate) fn computed(values: ValueType<T>, words: &'static str, compute: ComputeDefaultFn<S, T>) -> Self
     where
         T: Default,
@@ -98,8 +98,8 @@ impl<S, T: 'static> Key<S, T> {
         Key { reloadable: true, ..self }
     }
 
-    /// Exempts the key from the rules that apply to all other keys of its section, such as a
-    /// conflict with `run.command`.
+    /// Declares that the rules of the key's section, such as a conflict of all keys with
+    /// `run.command`, do not apply to this key.
     pub(crate) fn ignoring_section_rules(self) -> Self {
         Key { ignores_section_rules: true, ..self }
     }

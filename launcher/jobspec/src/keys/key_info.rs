@@ -4,7 +4,8 @@ use diagnostic::{Code, Severity, codes::job as codes};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
-/// The paths of the keys that a job omits and whose defaults are computed from other keys.
+/// The paths of those keys that the job does not set, and whose defaults must be computed from
+/// other keys after decoding.
 pub(crate) type UnsetKeys = BTreeSet<String>;
 
 /// One key of job.yaml: the values that it accepts, its default, its names and its documentation.
@@ -64,7 +65,8 @@ impl KeyInfo {
     }
 }
 
-/// Returns the keys in `table` that are directly within the section `section`.
+/// Returns those keys in `table`, the table of all keys, that are directly in the section
+/// `section`, not in an inner section.
 pub(crate) fn list_section_keys<'t>(
     table: &'t [KeyInfo],
     section: &str,
@@ -72,8 +74,8 @@ pub(crate) fn list_section_keys<'t>(
     table.iter().filter(move |key| key.split_path().0 == section)
 }
 
-/// A condition on the value of one key of a job. The [`Rule`] that contains it applies only to jobs
-/// that meet it.
+/// A condition on one key of a job: that the job sets the key or not, or that its value is or is
+/// not among listed ones. The [`Rule`] that contains it applies only to jobs that meet it.
 #[derive(Clone, Copy, Debug)]
 pub enum Condition {
     /// The key has a value. A key with a default always has one.
@@ -97,8 +99,8 @@ impl Condition {
         }
     }
 
-    /// Returns whether a job in which the examined key has the YAML text `value` meets the
-    /// condition. `None` stands for a job without the key.
+    /// Returns whether the condition is true for a job in which its key has the value `value`,
+    /// written as YAML. `None` stands for a job without the key.
     pub(crate) fn holds(&self, value: Option<&str>) -> bool {
         match self {
             Condition::Given(_) => value.is_some(),
@@ -109,7 +111,7 @@ impl Condition {
     }
 }
 
-/// A rule that reports a job.yaml key as an error, or as having no effect, if other keys have
+/// A rule that rejects a key of job.yaml, or warns about it, in jobs in which certain keys have
 /// certain values.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {
@@ -161,14 +163,14 @@ impl Rule {
         Rule { help, ..self }
     }
 
-    /// Returns whether the rule applies to the key `path` regardless of the key's value, because
-    /// its conditions examine only other keys. If such a rule applies, the printed job omits the
-    /// key.
+    /// Returns whether the conditions of the rule examine only keys other than `path`, so that the
+    /// value of `path` does not matter. If such a rule applies, the printed job omits the key.
     pub(crate) fn ignores_value_of(&self, path: &str) -> bool {
         self.when.iter().all(|condition| condition.key_path() != path)
     }
 
-    /// Returns the rule's advice for the user, with the name `name` of the key inserted.
+    /// Returns the advice that the rule gives the user, after inserting the last part of the key's
+    /// path, `name`, for `{name}`.
     pub(crate) fn format_help(&self, name: &str) -> String {
         self.help.replace("{name}", name)
     }

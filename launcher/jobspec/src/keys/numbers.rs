@@ -1,5 +1,5 @@
-//! Creates the value types ([`ValueType`]) of keys of job.yaml whose values are integers, other
-//! numbers or booleans.
+//! Creates the parsers and printers ([`ValueType`]) for job.yaml keys whose values are integers,
+//! other numbers or booleans.
 use super::value_type::{ReadResult, ValueType, out_of_range_error, wrong_type_error};
 use crate::yaml::{
     format::format_number,
@@ -32,8 +32,8 @@ impl Integer for u64 {
     const LARGEST: u64 = u64::MAX;
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept integers in a range, such
-/// as from 1 to 8.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept integers in a
+/// range, such as from 1 to 8.
 pub(crate) fn integer_type<T: Integer>(range: RangeInclusive<u64>) -> ValueType<T> {
     let (low, high) = (*range.start(), *range.end());
     let expected = format!("an integer from {low} to {high}");
@@ -47,8 +47,8 @@ pub(crate) fn integer_type<T: Integer>(range: RangeInclusive<u64>) -> ValueType<
     )
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept integers from `low` up to
-/// the largest value of the type `T`.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept integers from `low`
+/// up to the largest value of the type `T`.
 pub(crate) fn integer_at_least_type<T: Integer>(low: u64) -> ValueType<T> {
     let accepts = format!("integer of {low} or more");
     let expected = match T::LARGEST {
@@ -59,8 +59,8 @@ pub(crate) fn integer_at_least_type<T: Integer>(low: u64) -> ValueType<T> {
     build_integer_type(low, T::LARGEST, accepts, expected, schema)
 }
 
-/// Builds the value type ([`ValueType`]) of keys of job.yaml that accept integers from `low` to
-/// `high`.
+/// Builds the parser and printer ([`ValueType`]) for job.yaml keys that accept integers from `low`
+/// to `high`.
 fn build_integer_type<T: Integer>(
     low: u64,
     high: u64,
@@ -103,9 +103,9 @@ fn guess_intended_integer(node: &YamlNode) -> Option<u64> {
     }
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept finite numbers for which
-/// the function `fits` returns true. `accepts` describes them, and `schema` has the keywords of
-/// JSON Schema for their range.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept finite numbers for
+/// which the function `fits` returns true. `accepts` describes them, and `schema` has the keywords
+/// of JSON Schema for their range.
 fn number_type(accepts: &'static str, schema: serde_json::Value, fits: fn(f64) -> bool) -> ValueType<f64> {
     let expected = format!("a {accepts}");
     let read = move |node: &YamlNode| {
@@ -119,45 +119,47 @@ fn number_type(accepts: &'static str, schema: serde_json::Value, fits: fn(f64) -
     ValueType::new_single_line(accepts, schema, read, |x| format_number(*x))
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept numbers above 0.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept numbers above 0.
 pub(crate) fn positive_number_type() -> ValueType<f64> {
     number_type("number above 0", json!({"type": "number", "exclusiveMinimum": 0}), |x| x > 0.0)
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept numbers that are above 0
-/// and within the range of f32, because kernels compute with f32.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept positive numbers
+/// within the range of f32, the type with which kernels compute.
 pub(crate) fn positive_f32_type() -> ValueType<f64> {
     number_type("number above 0", json!({"type": "number", "exclusiveMinimum": 0}), |x| {
         x as f32 > 0.0 && (x as f32).is_finite()
     })
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept numbers of 0 or more.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept numbers of 0 or
+/// more.
 pub(crate) fn non_negative_number_type() -> ValueType<f64> {
     number_type("number of 0 or more", json!({"type": "number", "minimum": 0}), |x| x >= 0.0)
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept numbers of 0 or more
-/// within the range of f32.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept numbers of 0 or
+/// more within the range of f32.
 pub(crate) fn non_negative_f32_type() -> ValueType<f64> {
     number_type("number of 0 or more", json!({"type": "number", "minimum": 0}), |x| {
         x >= 0.0 && (x as f32).is_finite()
     })
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept numbers of 0 or less.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept numbers of 0 or
+/// less.
 pub(crate) fn non_positive_number_type() -> ValueType<f64> {
     number_type("number of 0 or less", json!({"type": "number", "maximum": 0}), |x| x <= 0.0)
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept shares: numbers from 0 to
-/// below 1.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept shares: numbers
+/// from 0 to below 1.
 pub(crate) fn fraction_type() -> ValueType<f64> {
     let schema = json!({"type": "number", "minimum": 0, "exclusiveMaximum": 1});
     number_type("number from 0 to below 1", schema, |x| (0.0..1.0).contains(&x))
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept `true` and `false`.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept `true` and `false`.
 pub(crate) fn boolean_type() -> ValueType<bool> {
     ValueType::new_single_line("`true` or `false`", json!({"type": "boolean"}), read_boolean, bool::to_string)
 }

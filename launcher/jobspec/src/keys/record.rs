@@ -1,5 +1,5 @@
-//! Creates the value types ([`ValueType`]) of keys of job.yaml whose values are mappings with
-//! declared keys, such as the items of `train.optimizer.groups`.
+//! Creates the parsers and printers ([`ValueType`]) for job.yaml keys whose values are mappings
+//! with declared keys, such as the items of `train.optimizer.groups`.
 use super::{
     decoder::JobDecoder,
     job_values::JobValues,
@@ -16,8 +16,8 @@ use crate::yaml::{
 };
 use diagnostic::codes::job as codes;
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept mappings with the keys
-/// that the struct `T` declares. `accepts` describes them in docs/job.md, and `expected` in
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept mappings with the
+/// keys that the struct `T` declares. `accepts` describes them in docs/job.md, and `expected` in
 /// messages. The error of a mapping contains the mistakes of all keys.
 pub(crate) fn record_type<T: Section + 'static>(
     accepts: &'static str,

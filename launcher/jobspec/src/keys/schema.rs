@@ -3,8 +3,8 @@ use super::key_info::{Condition, KeyDefault, KeyInfo, list_section_keys};
 use diagnostic::Severity;
 use serde_json::{Map, Value, json};
 
-/// Builds the JSON Schema of a section of job.yaml and its inner sections, with every key under all
-/// of its names. Other keys are not allowed.
+/// Builds the JSON Schema of a section of job.yaml with all its keys and inner sections, including
+/// the aliases and deprecated names of keys. Other keys are not allowed.
 pub(crate) fn build_section_schema(table: &[KeyInfo], section: &str) -> Value {
     let mut properties = Map::new();
     for key in list_section_keys(table, section) {
@@ -57,8 +57,8 @@ fn build_key_schema(table: &[KeyInfo], key: &KeyInfo) -> Value {
     schema
 }
 
-/// Builds the JSON Schema of a key under its deprecated name by extending `schema`, the schema of
-/// the present key.
+/// Builds the JSON Schema of the deprecated name of a key from `schema`, the schema of the key
+/// under its present name.
 fn build_deprecated_key_schema(key: &KeyInfo, schema: &Value) -> Value {
     let values: Vec<&str> = key.deprecated_values.iter().map(|(old, _)| *old).collect();
     let mut schema =
@@ -68,8 +68,8 @@ fn build_deprecated_key_schema(key: &KeyInfo, schema: &Value) -> Value {
     schema
 }
 
-/// Builds JSON Schemas that forbid a key where a rule rejects it, such as `momentum` in a job with
-/// the optimizer AdamW.
+/// Builds the JSON Schemas that forbid keys in jobs in which rules reject them, such as `momentum`
+/// in a job with AdamW.
 fn build_rule_schemas(table: &[KeyInfo]) -> Vec<Value> {
     let mut rules: Vec<(Vec<Value>, Value)> = Vec::new();
     for key in table {
@@ -86,8 +86,8 @@ fn build_rule_schemas(table: &[KeyInfo]) -> Vec<Value> {
     rules.into_iter().map(|(when, then)| json!({"if": {"allOf": when}, "then": then})).collect()
 }
 
-/// Builds the JSON Schema that accepts exactly the jobs that meet `condition`, a condition on the
-/// value of one key.
+/// Builds the JSON Schema that accepts a job if and only if the job meets `condition`, which
+/// concerns one key.
 fn build_condition_schema(table: &[KeyInfo], condition: &Condition) -> Value {
     let key = condition.key_path();
     let default = table.iter().find(|of| of.path == key).map(|of| of.default);
@@ -125,7 +125,8 @@ fn build_forbidden_key_schema(key: &KeyInfo) -> Value {
     schema
 }
 
-/// Adds the properties in the JSON Schema `other` to those in `schema`, recursively.
+/// Adds the contents of the JSON Schema `other` to `schema`: merges objects with the same name, and
+/// overwrites other values.
 fn merge_schema_properties(schema: &mut Value, other: Value) {
     match (schema, other) {
         (Value::Object(schema), Value::Object(other)) => {
@@ -140,8 +141,8 @@ fn merge_schema_properties(schema: &mut Value, other: Value) {
     }
 }
 
-/// Builds the JSON Schema that accepts jobs in which the key `path` has a value that matches the
-/// schema `schema`.
+/// Builds the JSON Schema that requires a job to set the key `path` to a value that is valid under
+/// `schema`.
 pub(crate) fn build_schema_at_path(path: &str, schema: Value) -> Value {
     path.rsplit('.').fold(
         schema,

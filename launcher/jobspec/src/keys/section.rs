@@ -17,24 +17,24 @@ pub(crate) trait Section: Sized {
     /// The text of the section's documentation comment, which describes the section in docs/job.md.
     const DOC: &'static str;
 
-    /// Appends the declarations of the section's keys to `table`, the table of all keys of
-    /// job.yaml.
+    /// Appends the declarations of the section's keys to `table`, the list of all keys of job.yaml,
+    /// from which docs and messages are made.
     fn declare(table: &mut Vec<KeyInfo>);
 
     /// Reads the values of the section's keys from the YAML of the job. Keys whose defaults are
     /// computed get a placeholder.
     fn decode(d: &mut JobDecoder, section: &JobSection<'_>) -> Self;
 
-    /// Computes the defaults of the keys whose paths are in `unset`, because the job does not
-    /// contain them. `values` has the values of the other keys.
+    /// Sets those keys of the section that the job omits, and whose paths are in `unset`, to
+    /// defaults that are computed from other keys. `values` has the values of the other keys.
     fn fill_defaults(&mut self, unset: &UnsetKeys, values: &JobValues);
 
     /// Appends the section's keys and their values as YAML text to `values`.
     fn print(&self, values: &mut JobValues);
 }
 
-/// The section path, the name and the documentation of a struct field from which a job.yaml key is
-/// declared.
+/// The section, the name and the documentation comment of a struct field, from which a key of
+/// job.yaml gets its path and its description.
 #[derive(Clone, Copy)]
 pub(crate) struct FieldContext {
     pub(crate) section: &'static str,
@@ -44,9 +44,9 @@ pub(crate) struct FieldContext {
 }
 
 impl FieldContext {
-    /// Creates the description (section, name and documentation) of the struct field `field`, from
-    /// which its job.yaml key is declared. The name of its key is that of the field without the
-    /// unit of milliseconds.
+    /// Creates the description of the struct field `field`, from which the key of job.yaml gets its
+    /// name and its documentation. The name of its key is that of the field without the unit of
+    /// milliseconds.
     pub(crate) fn new(
         section: &'static str,
         field: &'static str,
@@ -71,21 +71,21 @@ pub(crate) fn extract_first_paragraph(doc: &str) -> String {
     text.strip_suffix('.').unwrap_or(&text).to_owned()
 }
 
-/// Defines how one field of the section struct `S` is read, printed and documented as a key, or an
-/// inner section, of job.yaml.
+/// How one field of a section struct is read from job.yaml, printed and documented: as a key, or as
+/// an inner section.
 pub(crate) trait FieldDeclaration<S> {
     /// The Rust type of the declared field.
     type Value;
 
-    /// Appends the job.yaml keys that this field defines (one key, or those of an inner section) to
-    /// `table`, the table of all keys.
+    /// Appends the declaration of the field's key, or of the keys of its inner section, to `table`,
+    /// the list of all keys of job.yaml.
     fn declare(&self, context: FieldContext, table: &mut Vec<KeyInfo>);
 
     /// Reads the value of the field from the YAML of its section.
     fn decode(&self, context: FieldContext, d: &mut JobDecoder, section: &JobSection<'_>) -> Self::Value;
 
-    /// Computes the default of the field's key if the job lacks the key; returns `None` if the job
-    /// contains the key or its default is fixed.
+    /// Returns the default that is computed for the field's key if the job omits the key; `None` if
+    /// the job sets it or the default is fixed.
     fn compute_default(
         &self,
         _context: FieldContext,
@@ -96,8 +96,8 @@ pub(crate) trait FieldDeclaration<S> {
         None
     }
 
-    /// Computes the defaults of those keys of an inner section that the job lacks and whose
-    /// defaults depend on other keys.
+    /// Sets the keys of an inner section that the job omits to their defaults, as far as these are
+    /// computed from other keys.
     fn fill_inner_defaults(&self, _value: &mut Self::Value, _unset: &UnsetKeys, _values: &JobValues) {}
 
     /// Appends the field's job.yaml keys, with their values as YAML text, to `values`. `owner` is
@@ -105,8 +105,8 @@ pub(crate) trait FieldDeclaration<S> {
     fn print(&self, context: FieldContext, owner: &S, value: &Self::Value, values: &mut JobValues);
 }
 
-/// Returns `entry` unchanged; its signature makes a declaration for another field type or section
-/// struct a compile error.
+/// Returns the field declaration `entry` unchanged, and lets the compiler check that it fits the
+/// section struct and the field's type.
 pub(crate) fn check_entry_type<S, V, E: FieldDeclaration<S, Value = V>>(entry: E) -> E {
     entry
 }
@@ -190,8 +190,8 @@ pub(crate) use section;
 /// was decoded.
 pub(crate) struct FieldWithoutKey<T>(PhantomData<T>);
 
-/// Declares a struct field without a key in job.yaml, which the code sets after the job was
-/// decoded. Decoding leaves the field at the default of its type.
+/// Declares a struct field that has no key in job.yaml, because the code sets the field after the
+/// job was decoded. Decoding leaves the field at the default of its type.
 pub(crate) fn field_without_key<T>() -> FieldWithoutKey<T> {
     FieldWithoutKey(PhantomData)
 }
@@ -221,8 +221,8 @@ pub(crate) fn inner_section<T: Section>() -> InnerSection<T> {
 }
 
 impl<T> InnerSection<T> {
-    /// Makes the printed job (`--dry-run`) contain the section only if `is_printed` returns true
-    /// for its value.
+    /// Makes `--dry-run` print the section only if the function `is_printed` returns true for the
+    /// value of the section.
     pub(crate) fn printed_if(self, is_printed: fn(&T) -> bool) -> InnerSection<T> {
         InnerSection { is_printed }
     }
@@ -266,8 +266,7 @@ pub(crate) fn optional_inner_section<T: Section>() -> OptionalInnerSection<T> {
 }
 
 impl<T> OptionalInnerSection<T> {
-    /// Makes the value `null` of the section an error, although `null` otherwise stands for an
-    /// absent section.
+    /// Makes `null` as the value of this section an error, instead of a way to omit the section.
     pub(crate) fn rejecting_null(self) -> OptionalInnerSection<T> {
         OptionalInnerSection { accepts_null: false, ..self }
     }
@@ -303,8 +302,8 @@ impl<S, T: Section> FieldDeclaration<S> for OptionalInnerSection<T> {
     }
 }
 
-/// Creates the entry of the section `T` in the table of keys, with its documentation and JSON
-/// Schema. `types` are the types of the section's value in JSON Schema.
+/// Describes the section `T` for the table of all keys of job.yaml: its path, its documentation and
+/// its JSON Schema. `types` are the types of the section's value in JSON Schema.
 fn build_section_key_info<T: Section>(types: &[&str]) -> KeyInfo {
     KeyInfo {
         path: T::PATH.to_owned(),
@@ -320,7 +319,8 @@ fn build_section_key_info<T: Section>(types: &[&str]) -> KeyInfo {
     }
 }
 
-/// Returns the value that a section has if the job does not contain it: each key has its default.
+/// Returns the value of the section `T` in a job that does not contain the section, with every key
+/// at its default.
 pub(crate) fn default_section<T: Section>() -> T {
     let mut decoder = JobDecoder::new(SourceMap::new("", ""), &[]);
     let mut section = T::decode(&mut decoder, &JobSection::absent(T::PATH));

@@ -1,4 +1,5 @@
-//! Creates the value types ([`ValueType`]) of keys of job.yaml whose values are texts or paths.
+//! Creates the parsers and printers ([`ValueType`]) for job.yaml keys whose values are texts or
+//! paths.
 use super::value_type::{ReadResult, ValueType, out_of_range_error, wrong_format_error, wrong_type_error};
 use crate::yaml::{
     format::quote_yaml,
@@ -9,29 +10,29 @@ use diagnostic::codes::job as codes;
 use serde_json::json;
 use std::path::PathBuf;
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept non-empty text without
-/// control characters, line breaks and tabs.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept non-empty text
+/// without control characters, line breaks and tabs.
 pub(crate) fn text_type() -> ValueType<String> {
     let schema = json!({"type": "string", "minLength": 1});
     ValueType::new_single_line("text", schema, read_text, |t| quote_yaml(t)).with_expected_phrase("text")
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept any scalar and read
-/// numbers and booleans as text, too. Arguments and values of variables may look like numbers. Line
-/// breaks are allowed.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept any scalar, and
+/// read even a number or boolean as text. Arguments and values of variables may look like numbers.
+/// Line breaks are allowed.
 pub(crate) fn verbatim_text_type() -> ValueType<String> {
     let schema = json!({"type": ["string", "number", "boolean"]});
     let quote = |text: &String| quote_yaml(text);
     ValueType::new_single_line("text", schema, read_verbatim, quote).with_expected_phrase("text")
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept paths, which are texts
-/// without control characters.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept paths, which are
+/// texts without control characters.
 pub(crate) fn path_type() -> ValueType<PathBuf> {
     text_type().documented_as("path").convert(PathBuf::from, |path| Some(path.to_string_lossy().into_owned()))
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept texts for which the
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept texts for which the
 /// function `fits` returns true. `pattern` is the regular expression of the format in JSON Schema,
 /// and `fits` is the exact check. `expected` describes the format in messages.
 pub(crate) fn formatted_text_type(
@@ -48,9 +49,9 @@ pub(crate) fn formatted_text_type(
     ValueType::new_single_line(accepts, schema, read, |t| quote_yaml(t)).with_expected_phrase(expected)
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept texts which may contain
-/// placeholders such as `{run}`. A placeholder that is not in `names`, and a brace without a
-/// counterpart, are errors.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept texts which may
+/// contain placeholders such as `{run}`. A placeholder that is not in `names`, and a brace without
+/// a counterpart, are errors.
 pub(crate) fn template_type(names: &'static [&'static str]) -> ValueType<String> {
     let quoted: Vec<String> = names.iter().map(|name| format!("`{{{name}}}`")).collect();
     let accepts = format!("path with {}", quoted.join(" and "));

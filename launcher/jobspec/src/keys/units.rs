@@ -1,4 +1,5 @@
-//! Creates the value types ([`ValueType`]) of keys of job.yaml whose values are durations or sizes.
+//! Creates the parsers and printers ([`ValueType`]) for job.yaml keys whose values are durations or
+//! sizes.
 use super::value_type::{ValueType, wrong_format_error};
 use crate::yaml::{
     format::format_duration,
@@ -8,21 +9,22 @@ use crate::yaml::{
 use serde_json::json;
 use std::ops::RangeInclusive;
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept durations such as `90s`,
-/// which are converted to milliseconds.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept durations such as
+/// `90s`, which are converted to milliseconds.
 pub(crate) fn duration_type() -> ValueType<u64> {
     let example = "a duration such as `500ms`, `10s`, `5m`, `2h`";
     number_with_unit_type("duration", example, "ms|s|m|h|d", "s", parse_duration, format_duration)
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept durations in a range,
-/// which are converted to milliseconds. `expected` describes the durations in messages.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept durations in a
+/// range, which are converted to milliseconds. `expected` describes the durations in messages.
 pub(crate) fn duration_range_type(range: RangeInclusive<u64>, expected: &'static str) -> ValueType<u64> {
     duration_type().restricted_to(expected, json!({}), move |ms| range.contains(ms))
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept sizes of at least `least`
-/// bytes, such as `4KiB`, which are converted to bytes. `expected` describes the sizes in messages.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept sizes of at least
+/// `least` bytes, such as `4KiB`, which are converted to bytes. `expected` describes the sizes in
+/// messages.
 pub(crate) fn size_type(least: u64, expected: &'static str) -> ValueType<u64> {
     let example = "a size such as `512KiB`, `100MB`, `1GiB`";
     number_with_unit_type("size", example, "B|[kK]B|[MGT]B|[KMGT]iB", "B", parse_size, |bytes| {
@@ -31,9 +33,9 @@ pub(crate) fn size_type(least: u64, expected: &'static str) -> ValueType<u64> {
     .restricted_to(expected, json!({}), move |bytes| *bytes >= least)
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept a number with a unit,
-/// such as `90s` or `4KiB`, as an integer. `units` is a regular expression for the unit. `unit` is
-/// the unit that the error for a bare number suggests.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept a number with a
+/// unit, such as `90s` or `4KiB`, and read it as an integer. `units` is a regular expression for
+/// the unit. `unit` is the unit that the error for a bare number suggests.
 fn number_with_unit_type(
     accepts: &'static str,
     expected: &'static str,

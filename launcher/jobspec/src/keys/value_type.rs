@@ -17,8 +17,8 @@ type ReadFn<T> = Box<dyn Fn(&YamlNode) -> ReadResult<T>>;
 /// value.
 type PrintFn<T> = Box<dyn Fn(&T) -> Option<YamlText>>;
 
-/// The values that a key of job.yaml accepts: functions that read and print them, and descriptions
-/// for messages, docs/job.md and the JSON Schema.
+/// How the values of a job.yaml key are read from YAML, printed, and described in messages,
+/// docs/job.md and the JSON Schema.
 pub(crate) struct ValueType<T> {
     read: ReadFn<T>,
     print: PrintFn<T>,
@@ -44,7 +44,8 @@ impl<T: 'static> ValueType<T> {
         ValueType { read: Box::new(read), print: Box::new(print), accepts, expected, schema }
     }
 
-    /// Creates the type of a key's values, each of which is printed on one line of YAML.
+    /// Creates the type of a key's values from two functions, which read a value from YAML and
+    /// print it on a single line.
     pub(crate) fn new_single_line(
         accepts: impl Into<String>,
         schema: Value,
@@ -96,9 +97,9 @@ impl<T: 'static> ValueType<T> {
         self
     }
 
-    /// Converts this value type to one whose values have the Rust type `U` instead of `T`. The
-    /// function `from` converts a value after it was read, and `to` converts it back to print it. A
-    /// value for which `to` returns `None` is not printed.
+    /// Converts a value type that reads Rust values of type `T` into one that reads values of type
+    /// `U`, by means of two functions. The function `from` converts a value after it was read, and
+    /// `to` converts it back to print it. A value for which `to` returns `None` is not printed.
     pub(crate) fn convert<U: 'static>(
         self,
         from: impl Fn(T) -> U + 'static,
@@ -151,7 +152,8 @@ impl<T: Clone + PartialEq + 'static> ValueType<T> {
         self.optional().or_keywords(&[(keyword, None)])
     }
 
-    /// Makes the type also accept keywords, each of which stands for a value.
+    /// Makes the type accept the keywords in `keywords`, too, and read each keyword as the Rust
+    /// value that follows it there.
     pub(crate) fn or_keywords(self, keywords: &[(&'static str, T)]) -> Self {
         let (keywords, printed) = (keywords.to_vec(), keywords.to_vec());
         let names: Vec<&'static str> = keywords.iter().map(|(name, _)| *name).collect();
@@ -190,8 +192,8 @@ impl<T: 'static> ValueType<Vec<T>> {
     }
 }
 
-/// Converts a [`ValueType`] of values `T` to one whose values are an enum variant that contains a
-/// `T`.
+/// Converts a [`ValueType`] of plain values into one that wraps each value in an enum variant, such
+/// as a port into `MasterPort::Fixed`.
 macro_rules! in_variant {
     ($values:expr, $variant:path) => {
         $values.convert($variant, |value| match value {
@@ -236,8 +238,8 @@ pub(crate) fn wrong_format_error(expected: impl Into<String>, node: &YamlNode) -
     ValueError::unexpected(choose_text_error_code(node, codes::JOB_VALUE_FORMAT), expected, node)
 }
 
-/// Returns the diagnostic code for an error about a value in job.yaml: `code` for a text, or
-/// `job-value-type` for a value of another type.
+/// Chooses the diagnostic code for a wrong value in job.yaml: `code` if the value is text,
+/// otherwise `job-value-type` (wrong type).
 pub(crate) fn choose_text_error_code(node: &YamlNode, code: Code) -> Code {
     if matches!(node.value, YamlValue::Text) { code } else { codes::JOB_VALUE_TYPE }
 }

@@ -36,7 +36,8 @@ pub enum ActivationStep {
 }
 
 impl ActivationStep {
-    /// Returns the activation step as a pair of its key, such as `venv`, and its value in YAML.
+    /// Returns the key and the YAML value that stand for the activation step in job.yaml, such as
+    /// `venv` and the path of an environment.
     fn to_key_and_value(&self) -> (String, String) {
         let (key, value) = match self {
             ActivationStep::Venv(directory) => ("venv", path_type().print_line(directory)),
@@ -53,8 +54,8 @@ impl ActivationStep {
     }
 }
 
-/// Returns the value type ([`ValueType`]) of `run.activate`: one environment to activate, such as
-/// `{venv: path}`, or a list of them.
+/// Returns the parser and printer ([`ValueType`]) for `run.activate`: one environment to activate,
+/// such as `{venv: path}`, or a list of them.
 pub(crate) fn activation_type() -> ValueType<Vec<ActivationStep>> {
     let object = |key: &str, value: serde_json::Value| json!({"type": "object", "properties": {key: value}, "required": [key], "additionalProperties": false});
     let step = json!({"anyOf": [
@@ -72,15 +73,15 @@ pub(crate) fn activation_type() -> ValueType<Vec<ActivationStep>> {
     ValueType::new(DOCUMENTED_VALUES, schema, read_activation, print).with_expected_phrase(EXPECTED_VALUES)
 }
 
-/// The description of the values of `run.activate` in docs/job.md.
+/// The text in docs/job.md that describes which values `run.activate` accepts.
 const DOCUMENTED_VALUES: &str =
     "`{venv: path}`, `{conda: name}`, `{modules: [name]}`, `{script: path}`, or a list of these";
 /// The phrase by which messages describe the values of `run.activate`.
 const EXPECTED_VALUES: &str =
     "`{venv: path}`, `{conda: name}`, `{modules: [name]}`, `{script: path}`, or a list of these";
 
-/// Returns the value type ([`ValueType`]) of names of Conda environments and modules, without
-/// special characters because the names become arguments of commands.
+/// Returns the parser and printer ([`ValueType`]) for names of Conda environments and modules,
+/// which reject special characters because the names become arguments of commands.
 fn environment_name_type() -> ValueType<String> {
     let expected = "a name of letters, digits and `_-.,:/@+~`";
     formatted_text_type("name", expected, "^[A-Za-z0-9_.,:/@+~][A-Za-z0-9_.,:/@+~-]{0,254}$", |name| {
@@ -89,7 +90,7 @@ fn environment_name_type() -> ValueType<String> {
     })
 }
 
-/// Returns the value type ([`ValueType`]) of lists of names of environment modules in
+/// Returns the parser and printer ([`ValueType`]) for lists of names of environment modules in
 /// `run.activate`.
 fn modules_type() -> ValueType<Vec<String>> {
     list_type("list of names", environment_name_type()).not_empty()

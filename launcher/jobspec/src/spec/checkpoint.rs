@@ -59,14 +59,14 @@ section! {
     ]);
 }
 
-/// The advice to remove a key of the section `checkpoint` from the job file, if the job runs the
-/// user's own program (`run.command`) instead of the built-in training.
+/// The advice of error messages about keys of `checkpoint` in a job with the user's own program: to
+/// remove the key from job.yaml.
 const REMOVE_KEY_HELP: &str = "remove it; the program saves its own checkpoints";
-/// The rule that rejects the keys of the section `checkpoint`, except `dir`, in a job that runs the
-/// user's own program (`run.command`).
+/// The rule that rejects keys such as `checkpoint.every` in a job that runs the user's own program
+/// (`run.command`).
 const BUILT_IN_ONLY_RULES: &[Rule] = &[Rule::no_effect(&[RUNS_PROGRAM]).with_help(REMOVE_KEY_HELP)];
-/// The rule that rejects `checkpoint.dir` in a job that runs the user's own program and does not
-/// set `resume.from: auto`.
+/// The rule that rejects `checkpoint.dir` in a job with `run.command`, unless the job also sets
+/// `resume.from: auto`.
 const RESUME_AUTO_ONLY_RULES: &[Rule] =
     &[Rule::no_effect(&[RUNS_PROGRAM, Condition::NoneOf("resume.from", &["auto"])])
         .with_message("`{key}` has no effect in a job with `run.command` without `resume.from: auto`")
@@ -91,8 +91,8 @@ section! {
     pub keep_workers: bool = Key::new(boolean_type(), "true");
 }
 
-/// Returns `true`, the value of `checkpoint.memory.keep_workers` in stored jobs of earlier
-/// versions, which do not have this key.
+/// Returns `true`, the value that the option `checkpoint.memory.keep_workers` has in jobs that
+/// earlier versions stored without this option.
 fn keeps_workers_by_default() -> bool {
     true
 }
@@ -115,8 +115,8 @@ pub enum SaveInterval {
     Duration(u64),
 }
 
-/// Returns the value type ([`ValueType`]) of `checkpoint.every`: a number of steps, a duration, or
-/// `never`.
+/// Returns the parser and printer ([`ValueType`]) for `checkpoint.every`: a number of steps, a
+/// duration, or `never`.
 fn save_interval_type() -> ValueType<SaveInterval> {
     let schema = json!({"anyOf": [
         {"enum": ["never"]}, integer_at_least_type::<u64>(1).schema, duration_type().schema,
@@ -159,15 +159,15 @@ section! {
     pub rng: RngPolicy = Key::new(choice_type(), "reconcile").with_rules(RNG_RULES);
 }
 
-/// The rule that warns about `resume.rng` in a job that runs the user's own program and sets
+/// The rule that warns that `resume.rng` has no effect in a job with the user's own program and
 /// `resume.from: never`.
 const RNG_RULES: &[Rule] = &[Rule::no_effect(&[RUNS_PROGRAM, Condition::OneOf("resume.from", &["never"])])
     .into_warning()
     .with_message("`{key}` has no effect without `resume.from`")
     .with_help("set `resume.from`, or remove the key")];
 
-/// Returns the value type ([`ValueType`]) of `resume.from`: `auto`, `never`, or the path of a
-/// checkpoint.
+/// Returns the parser and printer ([`ValueType`]) for `resume.from`: `auto`, `never`, or the path
+/// of a checkpoint.
 fn resume_from_type() -> ValueType<ResumeFrom> {
     in_variant!(path_type(), ResumeFrom::Path)
         .or_keywords(&[("auto", ResumeFrom::Auto), ("never", ResumeFrom::Never)])

@@ -99,9 +99,8 @@ pub(crate) const TRAINS_ON_CPUS: Condition = Condition::OneOf("cluster.devices",
 /// of the built-in training.
 pub(crate) const RUNS_PROGRAM: Condition = Condition::Given("run.command");
 
-/// Creates a rule that rejects a key which has an effect only in built-in training on GPUs, in jobs
-/// that meet all conditions in `when`. `when` are the conditions under which a job is no such
-/// training.
+/// Creates a rule that rejects, under the conditions `when`, a key that has an effect only in
+/// built-in training on GPUs. `when` are the conditions under which a job is no such training.
 const fn only_on_gpus_rule(when: &'static [Condition]) -> Rule {
     Rule::no_effect(when)
         .with_message("`{key}` has no effect except in built-in training on GPUs")
@@ -123,15 +122,16 @@ const DEVICE_RULES: &[Rule] = &[Rule::no_effect(&[
 /// The rules that reject `cluster.workers_per_gpu` in all jobs except built-in training on GPUs.
 const WORKERS_PER_GPU_RULES: &[Rule] =
     &[only_on_gpus_rule(&[RUNS_PROGRAM]), only_on_gpus_rule(&[TRAINS_ON_CPUS])];
-/// The rules that reject `cluster.comm_backend`, or warn about it, in all jobs except built-in
-/// training on GPUs. On CPUs, workers communicate through the host, so only `nccl` is an error.
+/// The rules that reject `cluster.comm_backend` in jobs with `run.command`, and reject `nccl` or
+/// warn about other values in training on CPUs. On CPUs, workers communicate through the host, so
+/// only `nccl` is an error.
 const COMM_BACKEND_RULES: &[Rule] = &[
     only_on_gpus_rule(&[RUNS_PROGRAM]),
     only_on_gpus_rule(&[TRAINS_ON_CPUS, Condition::OneOf("cluster.comm_backend", &["nccl"])]),
     only_on_gpus_rule(&[TRAINS_ON_CPUS]).into_warning(),
 ];
-/// The rules for `cluster.cuda_library_paths`, which reject the key in jobs with `run.command` and
-/// warn in training on CPUs.
+/// The rules that reject `cluster.cuda_library_paths` in jobs with `run.command`, and warn about
+/// this key in training on CPUs.
 const LIBRARY_RULES: &[Rule] =
     &[only_on_gpus_rule(&[RUNS_PROGRAM]), only_on_gpus_rule(&[TRAINS_ON_CPUS]).into_warning()];
 
@@ -155,8 +155,9 @@ impl ClusterSpec {
     }
 }
 impl InterfaceSelector {
-    /// Returns whether `cluster.interface` allows a worker to listen at `address`, an IP address of
-    /// the network interface `interface`. [`InterfaceSelector::Auto`] allows every address.
+    /// Returns whether `cluster.interface` permits workers to listen at the IP address `address`,
+    /// which belongs to the network interface `interface`. [`InterfaceSelector::Auto`] allows every
+    /// address.
     pub fn allows_address(&self, interface: &str, address: IpAddr) -> bool {
         match self {
             InterfaceSelector::Auto => true,
@@ -257,15 +258,15 @@ choices! {
     }
 }
 
-/// Returns the value type ([`ValueType`]) of `cluster.workers_per_host`: `auto` or a number of
-/// workers.
+/// Returns the parser and printer ([`ValueType`]) for `cluster.workers_per_host`: `auto` or a
+/// number of workers.
 fn workers_per_host_type() -> ValueType<WorkersPerHost> {
     in_variant!(integer_type(1..=1024), WorkersPerHost::Exactly)
         .or_keywords(&[("auto", WorkersPerHost::Auto)])
 }
 
-/// Returns the value type ([`ValueType`]) of `cluster.interface` without its keywords: the name of
-/// a network interface, or a network such as `10.1.0.0/16`.
+/// Returns the parser and printer ([`ValueType`]) for those values of `cluster.interface` that are
+/// no keywords: names of interfaces, and networks such as `10.1.0.0/16`.
 fn interface_name_type() -> ValueType<String> {
     let expected = "the name of an interface or a network such as `10.1.0.0/16`";
     formatted_text_type(
@@ -276,7 +277,7 @@ fn interface_name_type() -> ValueType<String> {
     )
 }
 
-/// Returns the value type ([`ValueType`]) of `cluster.devices`: `auto`, `cpu`, a kind of
+/// Returns the parser and printer ([`ValueType`]) for `cluster.devices`: `auto`, `cpu`, a kind of
 /// accelerators such as `cuda`, or a list of different GPU numbers.
 fn devices_type() -> ValueType<DeviceSelection> {
     let schema = json!({"anyOf": [
@@ -294,8 +295,8 @@ fn devices_type() -> ValueType<DeviceSelection> {
     )
 }
 
-/// Returns the value type ([`ValueType`]) of those values of `cluster.devices` that are keywords,
-/// such as `cpu`.
+/// Returns the parser and printer ([`ValueType`]) for those values of `cluster.devices` that are
+/// keywords, such as `cpu`.
 fn device_keywords_type() -> ValueType<DeviceSelection> {
     use AcceleratorKind::{Hpu, Neuron, Npu, Rocm, Xpu};
     let kind = |kind: AcceleratorKind| (kind.traits().name, DeviceSelection::Kind(kind));
@@ -311,7 +312,7 @@ fn device_keywords_type() -> ValueType<DeviceSelection> {
     ])
 }
 
-/// Returns the value type ([`ValueType`]) of lists of GPU numbers in `cluster.devices`.
+/// Returns the parser and printer ([`ValueType`]) for lists of GPU numbers in `cluster.devices`.
 fn gpu_numbers_type() -> ValueType<Vec<u32>> {
     described_list_type("list of integers", "a list of GPU numbers", integer_type(0..=MAX_GPUS_PER_HOST - 1))
 }

@@ -90,7 +90,7 @@ impl ContainerMount {
     }
 }
 
-/// Returns the value type ([`ValueType`]) of an item of `run.container.mounts`, such as
+/// Returns the parser and printer ([`ValueType`]) for an item of `run.container.mounts`, such as
 /// `/data:/mnt:ro`.
 fn mount_type() -> ValueType<ContainerMount> {
     let expected = "absolute paths such as \"/data\" or \"/data:/mnt:ro\", without commas";
@@ -103,8 +103,8 @@ fn mount_type() -> ValueType<ContainerMount> {
     )
 }
 
-/// Returns the value type ([`ValueType`]) of `run.container.image`: the image of a container, as a
-/// name or path. An image cannot look like an option.
+/// Returns the parser and printer ([`ValueType`]) for `run.container.image`: the image of a
+/// container, as a name or path. An image cannot look like an option.
 fn image_type() -> ValueType<String> {
     formatted_text_type(
         "text",

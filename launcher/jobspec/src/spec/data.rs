@@ -50,8 +50,8 @@ pub enum TokenizerSpec {
     File(PathBuf),
 }
 
-/// Returns the value type ([`ValueType`]) of `train.data.tokenizer`: `bytes` or the path of a
-/// tokenizer.json file.
+/// Returns the parser and printer ([`ValueType`]) for `train.data.tokenizer`: `bytes` or the path
+/// of a tokenizer.json file.
 fn tokenizer_type() -> ValueType<TokenizerSpec> {
     in_variant!(path_type().documented_as("path of a tokenizer.json"), TokenizerSpec::File)
         .or_keywords(&[("bytes", TokenizerSpec::Bytes)])

@@ -127,8 +127,8 @@ const FILES_LOSS_RULES: &[Rule] = &[Rule::conflict(&[
 /// (one source) or `train.data.mixture` (several).
 pub(crate) struct DataSourcesDeclaration;
 
-/// Declares the keys of `train.data` that describe the data: either `files`, `format`, `field` and
-/// `loss_on`, or `mixture`.
+/// Declares the keys of job.yaml that name the training data: `train.data.files` with its format
+/// and related keys, and `train.data.mixture`.
 pub(crate) fn declare_data_sources() -> DataSourcesDeclaration {
     DataSourcesDeclaration
 }
@@ -200,15 +200,16 @@ impl<S> FieldDeclaration<S> for DataSourcesDeclaration {
     }
 }
 
-/// Returns the keys of one data source with their values in YAML.
+/// Lists the keys of the data source `source`, such as `files` and `format`, each with its value as
+/// YAML.
 fn list_source_values(source: &DataSource) -> Vec<(String, YamlText)> {
     let mut values = JobValues::default();
     source.print(&mut values);
     values.list_paths_and_values().into_iter().map(|(name, line)| (name, YamlText::Line(line))).collect()
 }
 
-/// Returns the value type ([`ValueType`]) of `train.data.mixture`: a mapping of names to data
-/// sources.
+/// Returns the parser and printer ([`ValueType`]) for `train.data.mixture`: a mapping of names to
+/// data sources.
 fn mixture_type() -> ValueType<Vec<DataSource>> {
     let source = record_type::<DataSource>("source", EXPECTED_SOURCE).schema;
     let schema = json!({

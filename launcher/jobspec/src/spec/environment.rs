@@ -72,22 +72,22 @@ pub fn is_reserved_variable(name: &str) -> bool {
 /// variable of launch's environment).
 type Environment = (Vec<(String, String)>, Vec<(String, EnvSource)>);
 
-/// The declaration of the job's list of `run.env` variables with a value in job.yaml, such as
+/// Declares the struct field for those `run.env` variables whose value job.yaml contains, as in
 /// `NAME: value`.
 pub(crate) struct EnvironmentValuesDeclaration;
 
-/// The declaration of the job's list of `run.env` variables without a value in job.yaml, such as
+/// Declares the struct field for those `run.env` variables whose value comes from elsewhere, as in
 /// `NAME: {from_file: path}`.
 pub(crate) struct EnvironmentSourcesDeclaration;
 
-/// Declares the key `run.env`, and the struct field for those variables that have a value in
-/// job.yaml.
+/// Declares the key `run.env` together with the struct field that stores the variables whose value
+/// job.yaml contains.
 pub(crate) fn declare_environment_values() -> EnvironmentValuesDeclaration {
     EnvironmentValuesDeclaration
 }
 
-/// Declares the struct field for those `run.env` variables that get their values from a file or
-/// from launch's environment.
+/// Declares the struct field that stores those `run.env` variables whose values come from a file or
+/// from launch's own environment.
 pub(crate) fn declare_environment_sources() -> EnvironmentSourcesDeclaration {
     EnvironmentSourcesDeclaration
 }
@@ -137,8 +137,8 @@ impl<S> FieldDeclaration<S> for EnvironmentSourcesDeclaration {
     }
 }
 
-/// Returns the value type ([`ValueType`]) of `run.env`: a mapping of names of environment variables
-/// to values, or to the sources of values.
+/// Returns the parser and printer ([`ValueType`]) for `run.env`, which maps names of environment
+/// variables to values or to sources of values.
 fn environment_type() -> ValueType<Environment> {
     let source = |key: &str, schema: Value| json!({"type": "object", "properties": {key: schema}, "required": [key], "additionalProperties": false});
     let value = json!({"anyOf": [

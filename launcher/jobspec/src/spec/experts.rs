@@ -55,8 +55,8 @@ pub enum ExpertPlacement {
 /// The phrase by which docs/job.md and messages describe the values of `train.experts.placement`.
 const EXPECTED_PLACEMENT: &str = "`balanced`, experts with their ranks, or layers with such mappings";
 
-/// Returns the value type ([`ValueType`]) of `train.experts.placement`: `balanced`, a mapping of
-/// experts to ranks, or a mapping of layers to such mappings.
+/// Returns the parser and printer ([`ValueType`]) for `train.experts.placement`: `balanced`, or a
+/// mapping of experts to ranks, for all layers or for each layer.
 fn placement_type() -> ValueType<ExpertPlacement> {
     let numbered = |values| {
         json!({"type": "object", "minProperties": 1, "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"},
@@ -83,8 +83,8 @@ fn format_expert_ranks(ranks: &BTreeMap<u32, u32>) -> String {
     format_map(ranks.iter().map(|(expert, rank)| (expert.to_string(), rank.to_string())))
 }
 
-/// Returns the value type ([`ValueType`]) of ranks within an expert-parallel group, in
-/// `train.experts.placement`.
+/// Returns the parser and printer ([`ValueType`]) for the ranks in `train.experts.placement`, which
+/// count from 0 within an expert-parallel group.
 fn rank_in_group_type() -> ValueType<u32> {
     integer_type(0..=1023)
 }

@@ -26,8 +26,8 @@ pub enum HangTimeout {
 }
 
 impl HangTimeout {
-    /// Returns the value type ([`ValueType`]) of `run.hang_timeout`: `auto`, `off`, or a duration
-    /// of at least one second.
+    /// Returns the parser and printer ([`ValueType`]) for `run.hang_timeout`: `auto`, `off`, or a
+    /// duration of at least one second.
     pub(super) fn value_type() -> ValueType<HangTimeout> {
         let duration = duration_range_type(1000..=u64::MAX, "a duration of 1s or more")
             .documented_as("duration of 1s or more");

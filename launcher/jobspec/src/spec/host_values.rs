@@ -1,5 +1,5 @@
-//! The value types ([`ValueType`]) of `cluster.hosts`, of filters of hosts, and of the names of
-//! users and hosts.
+//! Creates the parsers and printers ([`ValueType`]) for `cluster.hosts`, for filters of hosts, and
+//! for names of users and hosts.
 use crate::{
     hosts::{MAX_HOSTS, parse_hosts},
     keys::{
@@ -45,8 +45,8 @@ pub enum HostSelection {
 const EXPECTED_HOSTS: &str =
     "`auto`, `local`, `slurm`, `pbs`, `lsf`, `join`, a list of hosts, or `{file: hostfile}`";
 
-/// Returns the value type ([`ValueType`]) of `cluster.hosts`: `auto`, `local`, `slurm`, `pbs`,
-/// `lsf`, `join`, a list of hosts, or `{file: hostfile}`.
+/// Returns the parser and printer ([`ValueType`]) for `cluster.hosts`: `auto`, `local`, `slurm`,
+/// `pbs`, `lsf`, `join`, a list of hosts, or `{file: hostfile}`.
 pub(crate) fn host_selection_type() -> ValueType<HostSelection> {
     let file = json!({"file": path_type().schema});
     let schema = json!({"anyOf": [
@@ -64,8 +64,8 @@ pub(crate) fn host_selection_type() -> ValueType<HostSelection> {
     })
 }
 
-/// Returns the value type ([`ValueType`]) of those values of `cluster.hosts` that are keywords
-/// (`auto`, `local`, `slurm`, `pbs`, `lsf` and `join`).
+/// Returns the parser and printer ([`ValueType`]) for those values of `cluster.hosts` that are
+/// keywords, such as `local` and `slurm`.
 fn host_keywords_type() -> ValueType<HostSelection> {
     keywords_type(vec![
         ("auto", HostSelection::Auto),
@@ -119,8 +119,8 @@ fn read_host_pattern(node: &YamlNode) -> ReadResult<String> {
     }
 }
 
-/// Fails if the list `cluster.hosts` contains the same host twice, or expands to more than
-/// [`MAX_HOSTS`] hosts. `node` is the list.
+/// Fails if the list `cluster.hosts` names a host twice, or names more than [`MAX_HOSTS`] hosts
+/// after ranges are expanded. `node` is the list.
 fn reject_duplicate_hosts(node: &YamlNode, texts: &[String]) -> ReadResult<()> {
     let YamlValue::List(items) = &node.value else { return Ok(()) };
     let mut names = HashSet::new();
@@ -142,9 +142,9 @@ fn reject_duplicate_hosts(node: &YamlNode, texts: &[String]) -> ReadResult<()> {
     Ok(())
 }
 
-/// Returns the value type ([`ValueType`]) of `cluster.include` and `cluster.exclude`: lists of
-/// filters of hosts as in DeepSpeed. A single text is also accepted, as on DeepSpeed's command
-/// line.
+/// Returns the parser and printer ([`ValueType`]) for `cluster.include` and `cluster.exclude`:
+/// lists of filters of hosts as in DeepSpeed. A single text is also accepted, as on DeepSpeed's
+/// command line.
 pub(crate) fn host_filters_type() -> ValueType<Vec<String>> {
     let filters = || {
         described_list_type("list of text", "a list of filters such as `worker-0@worker-1:0,2`", text_type())
@@ -157,15 +157,16 @@ pub(crate) fn host_filters_type() -> ValueType<Vec<String>> {
     ValueType::new("list of text", schema, read, move |list| filters().print(list))
 }
 
-/// Returns the value type ([`ValueType`]) of login names for SSH, such as `user` in `user@host`.
+/// Returns the parser and printer ([`ValueType`]) for login names for SSH, such as `user` in
+/// `user@host`.
 pub(crate) fn user_name_type() -> ValueType<String> {
     formatted_text_type("text", "a user name", "^[^@:\\s]+$", |name| {
         parse_hosts(&format!("{name}@host")).is_ok_and(|hosts| hosts.len() == 1)
     })
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept a text that names exactly
-/// one host.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept a text that names
+/// exactly one host.
 pub(crate) fn one_host_type() -> ValueType<String> {
     formatted_text_type("text: `[user@]host[:port]`", "one host: `[user@]host[:port]`", "^\\S+$", |text| {
         parse_hosts(text).is_ok_and(|hosts| hosts.len() == 1)

@@ -68,8 +68,8 @@ impl JobSpec {
 /// The largest length of a job's name, in bytes. A longer name is rejected.
 const MAX_NAME_BYTES: usize = 100;
 
-/// Returns the value type ([`ValueType`]) of the key `name`: a job name that is safe as a component
-/// of a path.
+/// Returns the parser and printer ([`ValueType`]) for the key `name`, which accepts job names that
+/// are safe as a component of a path.
 fn job_name_type() -> ValueType<String> {
     let expected = "a file name of at most 100 letters, digits, `.`, `_` and `-` that begins with a letter, a digit or `_`";
     let accepts = "text: letters, digits, `.`, `_`, `-`";

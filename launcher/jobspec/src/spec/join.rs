@@ -33,8 +33,8 @@ section! {
     pub checks_hosts: bool = field_without_key();
 }
 
-/// The rule that warns about the keys of `cluster.join` in jobs with `cluster.hosts: local` or
-/// `slurm`, whose hosts do not join.
+/// The rule that warns that keys of `cluster.join` have no effect in jobs with `cluster.hosts:
+/// local` or `slurm`.
 const JOIN_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local", "slurm", "pbs", "lsf"])]).into_warning()];
 /// The longest time that a job may wait for other nodes to join, in milliseconds.
@@ -54,8 +54,8 @@ impl JoinSpec {
     }
 }
 
-/// Returns the value type ([`ValueType`]) of `cluster.join.rendezvous`: the address at which node 0
-/// listens for the other nodes, such as `host:29400`.
+/// Returns the parser and printer ([`ValueType`]) for `cluster.join.rendezvous`: the address at
+/// which node 0 listens for the other nodes, such as `host:29400`.
 fn rendezvous_type() -> ValueType<String> {
     formatted_text_type(
         "text: `HOST[:PORT]`",

@@ -36,13 +36,13 @@ section! {
     pub targets: LoraTargets = Key::new(targets_type(), "all-linear");
 }
 
-/// The rule that rejects other keys of `train.lora` next to `train.lora.from`, because the
-/// adapter_config.json of the existing adapters has their values.
+/// The rule that rejects other keys of `train.lora` in a job with `train.lora.from`, whose
+/// adapter_config.json contains their values.
 const NEW_ADAPTER_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.lora.from")])
     .with_help("remove it; adapter_config.json of the directory has {name}")];
 
-/// Returns the value type ([`ValueType`]) of `train.lora.targets`: `all-linear` or a list of at
-/// least one matrix name.
+/// Returns the parser and printer ([`ValueType`]) for `train.lora.targets`: `all-linear` or a list
+/// of at least one matrix name.
 fn targets_type() -> ValueType<LoraTargets> {
     let names = described_list_type(
         "list of module names",

@@ -79,8 +79,8 @@ section! {
     pub initializer_range: f64 = Key::new(positive_f32_type(), "0.02");
 }
 
-/// The rule that rejects other keys of `train.model` next to `train.model.from`, because the
-/// config.json of the pretrained model has their values.
+/// The rule that rejects other keys of `train.model` in a job with `train.model.from`, whose
+/// config.json contains their values.
 const NEW_MODEL_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.model.from")])
     .with_help("remove it; config.json of the directory has {name}")];
 /// The rule that rejects `rope_theta` and `rms_norm_eps` for model families such as `gpt2`, which
@@ -101,8 +101,8 @@ impl ModelSpec {
     }
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept sizes from 1 and `auto`.
-/// The value `auto` becomes 0.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept sizes from 1 and
+/// `auto`. The value `auto` becomes 0.
 fn size_or_auto_type() -> ValueType<u32> {
     integer_type(1..=1 << 24).or_keywords(&[("auto", 0)])
 }

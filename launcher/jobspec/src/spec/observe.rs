@@ -69,8 +69,8 @@ impl MetricsAddress {
     }
 }
 
-/// Returns the value type ([`ValueType`]) of `observe.metrics`: a loopback address with a port, or
-/// `unix:` and an absolute path.
+/// Returns the parser and printer ([`ValueType`]) for `observe.metrics`: a loopback address with a
+/// port, or `unix:` and an absolute path.
 fn metrics_address_type() -> ValueType<String> {
     formatted_text_type(
         "`127.0.0.1:PORT`, `[::1]:PORT` or `unix:PATH`",
@@ -80,7 +80,7 @@ fn metrics_address_type() -> ValueType<String> {
     )
 }
 
-/// Returns the value type ([`ValueType`]) of names of experiments and runs in MLflow.
+/// Returns the parser and printer ([`ValueType`]) for names of experiments and runs in MLflow.
 fn mlflow_name_type() -> ValueType<String> {
     let expected = "text of at most 500 bytes";
     text_type()
@@ -88,7 +88,7 @@ fn mlflow_name_type() -> ValueType<String> {
         .documented_as(expected)
 }
 
-/// Returns the value type ([`ValueType`]) of addresses of MLflow servers.
+/// Returns the parser and printer ([`ValueType`]) for addresses of MLflow servers.
 fn server_address_type() -> ValueType<String> {
     let expected = "an address such as `https://mlflow.example.com:5000`, without a user name";
     formatted_text_type(

@@ -1,5 +1,5 @@
-//! Declares the keys of an item of `train.optimizer.groups`, and the value types ([`ValueType`]) of
-//! name patterns and decay rates.
+//! Declares the keys of an item of `train.optimizer.groups`, with the parsers and printers
+//! ([`ValueType`]) for name patterns and decay rates.
 use crate::keys::{
     collections::{list_type, pair_type},
     key::Key,
@@ -37,13 +37,14 @@ const UNCHANGED_DEFAULT_TEXT: &str = "the value of `train.optimizer`";
 /// The rule that rejects an item of `train.optimizer.groups` that sets both `lr` and `lr_scale`.
 const LR_SCALE_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("lr")]).with_help("keep one of them")];
 
-/// Returns the value type ([`ValueType`]) of lists of patterns that select parameters by name.
+/// Returns the parser and printer ([`ValueType`]) for lists of patterns that select parameters by
+/// name.
 pub(crate) fn patterns_type() -> ValueType<Vec<String>> {
     list_type("list of patterns", text_type())
 }
 
-/// Returns the value type ([`ValueType`]) of `betas`, the decay rates of an optimizer's moments:
-/// two numbers from 0 to below 1.
+/// Returns the parser and printer ([`ValueType`]) for `betas`, the decay rates of an optimizer's
+/// moments: two numbers from 0 to below 1.
 pub(crate) fn betas_type() -> ValueType<(f64, f64)> {
     pair_type("two numbers from 0 to below 1", "a list of two numbers from 0 to below 1", fraction_type())
 }

@@ -40,8 +40,8 @@ impl PortSelection {
         }
     }
 
-    /// Splits the range of ports into at most `parts` consecutive ranges of about equal length. Any
-    /// port is a single part.
+    /// Splits the allowed range of ports into at most `parts` ranges of about equal length, which
+    /// together contain the same ports. Any port is a single part.
     pub fn split(self, parts: usize) -> Vec<PortSelection> {
         let PortSelection::Range(first, last) = self else { return vec![self] };
         let (first, count) = (usize::from(first), usize::from(last - first) + 1);
@@ -52,9 +52,8 @@ impl PortSelection {
             .collect()
     }
 
-    /// Returns the ports that a process tries to bind, in this order: all ports of the range, or
-    /// only 0 if any free port may be used. Processes with different process ids begin at different
-    /// ports.
+    /// Returns the ports that a process tries to bind, in their order: every port of the range, or
+    /// 0 if any port is allowed. Processes with different process ids begin at different ports.
     pub fn candidate_ports(self) -> Vec<u16> {
         match self {
             PortSelection::Any => vec![0],
@@ -67,9 +66,9 @@ impl PortSelection {
         }
     }
 
-    /// Calls `bind` with the allowed ports, one after another, until it finds a free port, and
-    /// returns the result of `bind`. Port 0 stands for any port. Fails if `bind` fails for another
-    /// reason, or if all ports of the range are in use.
+    /// Calls `bind` with one allowed port after another until a port is not in use, and returns the
+    /// result of this call. Port 0 stands for any port. Fails if `bind` fails for another reason,
+    /// or if all ports of the range are in use.
     pub fn bind_first_free_port<T>(self, mut bind: impl FnMut(u16) -> io::Result<T>) -> io::Result<T> {
         for port in self.candidate_ports() {
             match bind(port) {
@@ -90,7 +89,8 @@ impl PortSelection {
     }
 }
 
-/// Returns the value type ([`ValueType`]) of `cluster.ports`: `any` or a range of port numbers.
+/// Returns the parser and printer ([`ValueType`]) for `cluster.ports`: `any` or a range of port
+/// numbers.
 pub(crate) fn ports_type() -> ValueType<PortSelection> {
     const EXPECTED: &str = "`any` or range of ports such as `20000-20100`";
     let schema = json!({"type": "string", "pattern": "^(any|[0-9]{1,5}-[0-9]{1,5})$"});

@@ -138,20 +138,19 @@ section! {
     pub logs: LogsSpec = inner_section();
 }
 
-/// The minimum time, in milliseconds, in which built-in workers may save and stop once their agent
-/// has given up waiting for a new controller. If `run.controller_timeout` is longer, it applies
-/// instead.
+/// The time, in milliseconds, that built-in workers get at least to save and stop when their agent
+/// no longer waits for a new controller. If `run.controller_timeout` is longer, it applies instead.
 const MIN_UNATTENDED_SAVE_MS: u64 = 600_000;
 
 impl RunSpec {
-    /// Returns the time from a request to stop until programs get SIGTERM, in milliseconds. The
-    /// time is 0 if `run.stop_signal` is SIGTERM itself.
+    /// Returns how many milliseconds after `run.stop_signal` launch sends SIGTERM to the workers of
+    /// a program. The time is 0 if `run.stop_signal` is SIGTERM itself.
     pub fn sigterm_delay_ms(&self) -> u64 {
         if self.stop_signal == StopSignal::Term { 0 } else { self.stop_timeout_ms }
     }
 
-    /// Returns the time, in milliseconds, that workers have to save and stop once their agent has
-    /// given up waiting for a new controller. The agent then kills the workers that still run.
+    /// Returns how many milliseconds the workers have to save and stop after their agent has waited
+    /// in vain for a new controller. The agent then kills the workers that still run.
     pub fn unattended_stop_ms(&self) -> u64 {
         match self.command {
             Some(_) => self.grace_period_ms.saturating_add(self.sigterm_delay_ms()),
@@ -160,18 +159,19 @@ impl RunSpec {
     }
 }
 
-/// Returns the value type ([`ValueType`]) of `run.host_lease` and `run.controller_lease`: durations
-/// of at least 2 s without a heartbeat. A lease is longer than the interval of heartbeats.
+/// Returns the parser and printer ([`ValueType`]) for `run.host_lease` and `run.controller_lease`:
+/// durations of at least 2 s without a heartbeat. A lease is longer than the interval of
+/// heartbeats.
 fn lease_type() -> ValueType<u64> {
     duration_range_type(2000..=u64::MAX, "a duration of 2s or more").documented_as("duration of 2s or more")
 }
 
-/// The rule that warns about a key of the section `run`, such as `run.stop_signal`, that has no
-/// effect in the built-in training.
+/// The rule that warns that a key of the section `run`, such as `run.stop_signal`, has no effect in
+/// a job without `run.command`.
 const PROGRAM_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")]).into_warning()];
 
-/// The rules that warn about `run.activate` in the built-in training, which does not use the user's
-/// Python or Conda environments.
+/// The rules that warn that `run.activate` has no effect in the built-in training, which does not
+/// use the user's Python environments.
 const ACTIVATE_RULES: &[Rule] = PROGRAM_RULES;
 
 /// The rules that warn about `run.activate_timeout` in a job without `run.activate`.
@@ -195,8 +195,8 @@ const TERMINAL_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.com
 /// because the terminal belongs to one rank.
 const SHOW_RULES: &[Rule] = &[Rule::no_effect(&[Condition::Given("run.terminal")]).into_warning()];
 
-/// The rules that warn about `run.stop_timeout` in jobs in which no program gets another stop
-/// signal before SIGTERM.
+/// The rules that warn that `run.stop_timeout` has no effect: in jobs without `run.command`, and in
+/// jobs whose `run.stop_signal` is SIGTERM.
 const STOP_TIMEOUT_RULES: &[Rule] = &[
     Rule::no_effect(&[Condition::NotGiven("run.command")]).into_warning(),
     Rule::no_effect(&[Condition::OneOf("run.stop_signal", &["SIGTERM"])]).into_warning(),
@@ -217,7 +217,8 @@ fn default_stop_timeout() -> u64 {
     60_000
 }
 
-/// Returns the value type ([`ValueType`]) of `run.container`: a mapping that describes a container.
+/// Returns the parser and printer ([`ValueType`]) for `run.container`: a mapping that describes a
+/// container.
 fn container_type() -> ValueType<ContainerSpec> {
     record_type(
         "mapping of `image`, `runtime`, `mounts` and `options`",
@@ -225,8 +226,8 @@ fn container_type() -> ValueType<ContainerSpec> {
     )
 }
 
-/// Returns the value type ([`ValueType`]) of `run.wrap`: a list of programs that start workers,
-/// each with the ranks of these workers.
+/// Returns the parser and printer ([`ValueType`]) for `run.wrap`: a list of programs that start
+/// workers, such as profilers, each with the ranks that it starts.
 fn wrappers_type() -> ValueType<Vec<WrapSpec>> {
     let item = record_type("mapping of `ranks` and `command`", "a mapping of `ranks` and `command`");
     described_list_type(

@@ -1,4 +1,4 @@
-//! The value types ([`ValueType`]) of `run.command` and `run.pass_env`.
+//! Creates the parsers and printers ([`ValueType`]) for the keys `run.command` and `run.pass_env`.
 use crate::{
     keys::{
         collections::described_list_type,
@@ -13,8 +13,8 @@ use crate::{
 use diagnostic::codes::job as codes;
 use serde_json::json;
 
-/// Returns the value type ([`ValueType`]) of `run.command`: a list of a program and its arguments.
-/// The items are not interpreted.
+/// Returns the parser and printer ([`ValueType`]) for `run.command`, which is a list of texts: the
+/// program and its arguments. The items are not interpreted.
 pub(crate) fn command_type() -> ValueType<Vec<String>> {
     let words = || described_list_type("list of text", EXPECTED_COMMAND, verbatim_text_type());
     let schema = json!({"type": "array", "items": verbatim_text_type().schema, "minItems": 1});
@@ -41,9 +41,9 @@ fn read_command(node: &YamlNode) -> ReadResult<Vec<String>> {
     }
 }
 
-/// Returns the value type ([`ValueType`]) of an item of `run.pass_env`: a pattern of names of
-/// environment variables. A pattern consists of letters, digits, `_`, `*` for any text and `?` for
-/// any character.
+/// Returns the parser and printer ([`ValueType`]) for an item of `run.pass_env`: a pattern of names
+/// of environment variables. A pattern consists of letters, digits, `_`, `*` for any text and `?`
+/// for any character.
 pub(crate) fn variable_pattern_type() -> ValueType<String> {
     formatted_text_type(
         "pattern",

@@ -58,7 +58,8 @@ choices! {
     }
 }
 
-/// Returns the value type ([`ValueType`]) of `run.signals`: a mapping of signals to actions.
+/// Returns the parser and printer ([`ValueType`]) for `run.signals`: a mapping of signals to
+/// actions.
 pub(crate) fn signals_type() -> ValueType<RunSignalActions> {
     let action = choice_type::<SignalAction>().schema;
     let schema = json!({

@@ -57,20 +57,20 @@ const MAX_SIGNAL_TIME_MS: u64 = 65_535_000;
 /// The longest `slurm.time`, in milliseconds: a hundred years.
 const MAX_TIME_LIMIT_MS: u64 = 36_525 * 86_400_000;
 
-/// Returns the value type ([`ValueType`]) of `slurm.time`: a duration from one minute to a hundred
-/// years, which is converted to milliseconds.
+/// Returns the parser and printer ([`ValueType`]) for `slurm.time`: a duration from one minute to a
+/// hundred years, which is converted to milliseconds.
 fn time_limit_type() -> ValueType<u64> {
     duration_range_type(60_000..=MAX_TIME_LIMIT_MS, "a duration from `1m` to a hundred years")
         .documented_as("duration of 1m or more")
 }
 
-/// Returns the value type ([`ValueType`]) of `slurm.signal_time`: a duration from one second to
-/// 65535 seconds, which is converted to milliseconds.
+/// Returns the parser and printer ([`ValueType`]) for `slurm.signal_time`: a duration from one
+/// second to 65535 seconds, which is converted to milliseconds.
 fn signal_time_type() -> ValueType<u64> {
     duration_range_type(1000..=MAX_SIGNAL_TIME_MS, "a duration from `1s` to `65535s`")
 }
 
-/// Returns the value type ([`ValueType`]) of keys of `slurm` that accept names of partitions,
+/// Returns the parser and printer ([`ValueType`]) for `slurm` keys that accept names of partitions,
 /// accounts or QOS, separated by commas.
 fn slurm_names_type() -> ValueType<String> {
     let expected = "a name of letters, digits and `_-.,:/@+`";
@@ -80,16 +80,16 @@ fn slurm_names_type() -> ValueType<String> {
     })
 }
 
-/// Returns the value type ([`ValueType`]) of an option of sbatch, such as `--constraint=a100`. Each
-/// option becomes one line of the batch script.
+/// Returns the parser and printer ([`ValueType`]) for an option of sbatch, such as
+/// `--constraint=a100`. Each option becomes one line of the batch script.
 fn sbatch_option_type() -> ValueType<String> {
     formatted_text_type("text", "an option of sbatch such as \"--constraint=a100\"", "^--.+$", |option| {
         option.starts_with("--") && option.len() > 2 && option.len() <= 1024
     })
 }
 
-/// The options of srun that launch sets itself when it starts its agents (one process on each
-/// node), and that a job therefore cannot set.
+/// The options of srun that a job cannot set, because launch sets them when it starts one agent per
+/// node with srun.
 const RESERVED_STEP_OPTIONS: &[&str] = &[
     "bcast",
     "cpu-bind",
@@ -112,8 +112,8 @@ const RESERVED_STEP_OPTIONS: &[&str] = &[
     "wait",
 ];
 
-/// Returns the value type ([`ValueType`]) of an option of srun, such as `--container-image=IMAGE`,
-/// without the options that launch sets itself and their abbreviations.
+/// Returns the parser and printer ([`ValueType`]) for options of srun such as
+/// `--container-image=IMAGE`, which rejects the options that launch sets itself.
 fn srun_option_type() -> ValueType<String> {
     let expected = "an option of srun such as \"--container-image=IMAGE\" that launch does not set itself";
     formatted_text_type("text", expected, "^--.+$", |option| {

@@ -62,8 +62,8 @@ pub enum SshConfig {
     File(PathBuf),
 }
 
-/// Returns the value type ([`ValueType`]) of `cluster.ssh.config`: `default`, `none`, or the path
-/// of an SSH configuration file.
+/// Returns the parser and printer ([`ValueType`]) for `cluster.ssh.config`: `default`, `none`, or
+/// the path of an SSH configuration file.
 fn ssh_config_type() -> ValueType<SshConfig> {
     in_variant!(path_type(), SshConfig::File)
         .or_keywords(&[("default", SshConfig::Default), ("none", SshConfig::None)])

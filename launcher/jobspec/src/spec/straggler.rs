@@ -26,8 +26,8 @@ section! {
     pub steps: u32 = Key::new(integer_type(1..=MAX_STRAGGLER_STEPS), "10");
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept numbers above 0 and below
-/// 1, and percentages such as `10%`.
+/// Returns the parser and printer ([`ValueType`]) for job.yaml keys that accept numbers above 0 and
+/// below 1, and percentages such as `10%`.
 fn positive_share_type() -> ValueType<f64> {
     const EXPECTED: &str = "a number above 0 and below 1, or a percentage such as `10%`";
     let schema = json!({"anyOf": [

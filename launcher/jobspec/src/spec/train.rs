@@ -101,9 +101,9 @@ section! {
     pub lora: Option<LoraSpec> = optional_inner_section();
 }
 
-/// The rules for `train.master_weights`, which reject `false` with fp16, and warn about the key
-/// with any precision except bf16 and fp8. The range of fp16 is too small for training without
-/// master weights.
+/// The rules that reject `train.master_weights: false` with fp16, and warn that the key has no
+/// effect with precisions other than bf16 and fp8. The range of fp16 is too small for training
+/// without master weights.
 const MASTER_WEIGHTS_RULES: &[Rule] = &[
     Rule::conflict(&[
         Condition::OneOf("train.precision", &["fp16"]),
@@ -143,8 +143,8 @@ const ATTENTION_RULES: &[Rule] = &[
 /// The condition that the job sets `train.attention: cudnn`, for rules that reject this value.
 const ATTENTION_IS_CUDNN: Condition = Condition::OneOf("train.attention", &["cudnn"]);
 
-/// Returns `true`, the value of some boolean keys in stored jobs of earlier releases, which do not
-/// have these keys.
+/// Returns `true`, the value of keys such as `train.deterministic` in jobs that earlier releases
+/// stored without these keys.
 fn enabled_by_default() -> bool {
     true
 }
@@ -174,8 +174,9 @@ mod numerics {
 }
 
 impl TrainSpec {
-    /// Returns whether weight updates are rounded stochastically. They are if weights are bf16 and
-    /// there are no fp32 master weights.
+    /// Returns whether updates of weights are rounded stochastically, which is so for bf16 weights
+    /// without fp32 master weights. They are if weights are bf16 and there are no fp32 master
+    /// weights.
     pub fn rounds_stochastically(&self) -> bool {
         self.precision.is_bf16() && !self.master_weights
     }

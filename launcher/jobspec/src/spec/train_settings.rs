@@ -84,8 +84,8 @@ impl From<OffloadTarget> for PathBuf {
     }
 }
 
-/// Returns the value type ([`ValueType`]) of `train.zero.offload` other than `none`: `{optimizer:
-/// cpu}` or `{optimizer: path}`.
+/// Returns the parser and printer ([`ValueType`]) for those values of `train.zero.offload` other
+/// than `none`: `{optimizer: cpu}` and `{optimizer: path}`.
 fn offload_target_type() -> ValueType<OffloadTarget> {
     let schema = json!({
         "type": "object",
@@ -212,7 +212,8 @@ impl CudaGraphMode {
     }
 }
 
-/// Returns the value type ([`ValueType`]) of `train.cuda_graphs`: `auto`, `true` or `false`.
+/// Returns the parser and printer ([`ValueType`]) for `train.cuda_graphs`: `auto`, `true` or
+/// `false`.
 pub(crate) fn cuda_graph_mode_type() -> ValueType<CudaGraphMode> {
     let mode = |on| if on { CudaGraphMode::Always } else { CudaGraphMode::Never };
     boolean_type()

@@ -28,9 +28,9 @@ section! {
 }
 
 impl WrapSpec {
-    /// Returns the words that start the command of one worker (the wrapper and its arguments), with
-    /// the placeholders replaced by `values`. Other text in braces is unchanged, because profilers
-    /// have placeholders, too.
+    /// Returns the wrapper program and its arguments for one worker, with placeholders such as
+    /// `{rank}` replaced by their values in `values`. Other text in braces is unchanged, because
+    /// profilers have placeholders, too.
     pub fn expand_words(&self, values: &[(&str, String)]) -> Vec<String> {
         self.command.iter().map(|word| expand_placeholders(word, values)).collect()
     }
@@ -116,8 +116,8 @@ impl RankSelection {
     }
 }
 
-/// Returns the value type ([`ValueType`]) of a selection of ranks: `all`, a rank, or ranges of
-/// ranks.
+/// Returns the parser and printer ([`ValueType`]) for a selection of ranks: `all`, a rank, or
+/// ranges of ranks.
 fn rank_selection_type() -> ValueType<RankSelection> {
     let schema = json!({"anyOf": [
         {"enum": ["all"]}, {"type": "integer", "minimum": 0},

@@ -29,7 +29,8 @@ pub struct Document {
     pub root: DocumentItem,
 }
 
-/// A value in a parsed configuration file, with its text and its position in the file.
+/// A value in a parsed configuration file of another program: its content, its text, and its
+/// position in the file.
 #[derive(Clone, Debug)]
 pub struct DocumentItem {
     /// The value, with its type.
@@ -59,8 +60,8 @@ pub enum DocumentValue {
 }
 
 impl DocumentItem {
-    /// Creates a value that is not in the file, such as one from a command line, and gives it the
-    /// file position of the value `neighbor`.
+    /// Creates a value that the file does not contain, such as one from the command line; errors
+    /// about it point at the position of `neighbor`.
     pub fn new_at_position_of(neighbor: &DocumentItem, value: DocumentValue, text: String) -> DocumentItem {
         DocumentItem { value, text, span: neighbor.span }
     }
@@ -88,8 +89,8 @@ impl Document {
         Document::parse(&name, &text, syntax)
     }
 
-    /// Parses `text`, the content of a configuration file of another program; messages refer to the
-    /// file as `name`. Fails if the text is larger than 1 MiB, empty or malformed.
+    /// Parses `text`, the content of another program's configuration file, which messages call
+    /// `name`, as YAML or JSON. Fails if the text is larger than 1 MiB, empty or malformed.
     pub fn parse(name: &str, text: &str, syntax: DocumentSyntax) -> diagnostic::Result<Self> {
         let json;
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
@@ -144,7 +145,7 @@ fn item_from_yaml(node: YamlNode) -> DocumentItem {
     DocumentItem { value, text: node.raw, span: node.span }
 }
 
-/// Returns whether the first character of `text` after white space and comments is `{`.
+/// Returns whether `text` begins with `{` after white space and comments, as a JSON object must.
 fn begins_with_brace(text: &str) -> bool {
     blank_out_comments(text).trim_start().starts_with('{')
 }

@@ -52,8 +52,8 @@ struct OpenNode {
     kind: OpenCollection,
 }
 
-/// The items or entries, read so far, of a YAML list or mapping whose end the parser has not
-/// reached.
+/// The part of a YAML list or mapping that the parser has read so far, while the end of the list or
+/// mapping is not reached.
 enum OpenCollection {
     List(Vec<YamlNode>),
     Map { entries: Vec<YamlEntry>, seen: HashMap<String, SourceSpan>, key: Option<(String, SourceSpan)> },
@@ -98,7 +98,8 @@ impl<'t> YamlTreeBuilder<'t> {
         }
     }
 
-    /// Converts the index of a character in the YAML text to its byte offset.
+    /// Converts a position in the YAML text, counted in characters, to the byte offset of this
+    /// position.
     fn find_byte_offset(&self, index: usize) -> u32 {
         if self.offsets.is_empty() {
             index.min(self.text.len()) as u32
@@ -184,7 +185,8 @@ impl<'t> YamlTreeBuilder<'t> {
         Ok(())
     }
 
-    /// Closes the innermost open list or mapping, and adds it to its parent.
+    /// Ends the innermost list or mapping whose end was not reached yet, and adds it to the list or
+    /// mapping that contains it.
     fn end_collection(&mut self, span: SourceSpan) -> Result<(), ValueError> {
         let Some(open) = self.open.pop() else { return Ok(()) };
         let (value, last) = match open.kind {
@@ -230,8 +232,9 @@ impl<'t> YamlTreeBuilder<'t> {
         Ok(())
     }
 
-    /// Adds a copy of the node to which a YAML alias refers, and which the parser identifies by the
-    /// number `anchor`. Fails if the node contains the alias, or if the tree exceeds a limit.
+    /// Adds a copy of the YAML value that an alias refers to, where `anchor` is the number that the
+    /// parser has given to the value. Fails if the node contains the alias, or if the tree exceeds
+    /// a limit.
     fn expand_alias(&mut self, anchor: usize, span: SourceSpan) -> Result<(), ValueError> {
         let Some(node) = self.anchors.get(&anchor) else {
             return Err(ValueError::new(
@@ -250,8 +253,8 @@ impl<'t> YamlTreeBuilder<'t> {
         self.add_node(node, 0)
     }
 
-    /// Adds `nodes` and `bytes` to the size of the tree, and fails if the size exceeds
-    /// [`MAX_NODES`] or [`MAX_SCALAR_BYTES`]. The error points at `span`.
+    /// Adds `nodes` nodes and `bytes` bytes to the counted size of the tree, and fails if the size
+    /// exceeds [`MAX_NODES`] or [`MAX_SCALAR_BYTES`]. The error points at `span`.
     fn count_against_limits(
         &mut self,
         nodes: usize,
@@ -315,9 +318,9 @@ fn collection_as_key_error(span: SourceSpan) -> ValueError {
         .with_help("keys must be text")
 }
 
-/// Returns the text and the position of a mapping's key, and adds the key to `seen` to detect
-/// duplicates. Fails if the node is a list, a mapping, empty or a merge key, or if `seen` already
-/// contains the key.
+/// Returns the text and the position of a key in a YAML mapping, and fails if `seen` shows that the
+/// mapping already has this key. Fails if the node is a list, a mapping, empty or a merge key, or
+/// if `seen` already contains the key.
 fn convert_key_node(
     node: YamlNode,
     seen: &mut HashMap<String, SourceSpan>,

@@ -4,8 +4,8 @@ use crate::secret_text::hide_secret_values;
 use diagnostic::{Diagnostic, Location};
 use std::{collections::BTreeMap, ops::Range};
 
-/// A command-line argument from which a part of a job's YAML text was made, and the byte range of
-/// that part.
+/// A command-line argument that launch has converted to a part of a job's YAML text, and the byte
+/// range of this part.
 #[derive(Clone, Debug)]
 pub struct JobArgument {
     /// The bytes of the job's text that were made from the argument.
@@ -23,8 +23,8 @@ enum JobText {
     Override { text: String },
 }
 
-/// The positions of a key in the text of the job: that of its name, and the one to which messages
-/// about the key refer.
+/// Two positions of a key in the text of a job: that of its name, and the one that messages show,
+/// which is usually its value.
 #[derive(Clone, Copy, Debug)]
 struct KeySpans {
     name: SourceSpan,
@@ -33,8 +33,8 @@ struct KeySpans {
     shown: SourceSpan,
 }
 
-/// The texts from which a job was read, and the position of every key in these texts, for messages
-/// to the user.
+/// The texts from which a job was read, and where each key is in them, so that messages can show
+/// the place of a mistake.
 #[derive(Clone, Debug)]
 pub struct SourceMap {
     texts: Vec<JobText>,
@@ -91,8 +91,9 @@ impl SourceMap {
         }
     }
 
-    /// Records the position of the key or list item with the path `path`. `name` is the span of the
-    /// key's name. For a list item, `name` is the span of the item.
+    /// Records where the key or list item with the path `path` is in the text of the job, so that
+    /// messages can point at it. `name` is the span of the key's name. For a list item, `name` is
+    /// the span of the item.
     fn record_key_spans(&mut self, path: &str, name: SourceSpan, value: &YamlNode) {
         let text = self.find_span_text(value.span);
         let is_collection = matches!(value.value, YamlValue::Map(_) | YamlValue::List(_));
@@ -123,8 +124,8 @@ impl SourceMap {
         Location::File { file: self.job_file_name().to_owned() }
     }
 
-    /// Sets the location of `diagnostic` to the place in the job file or `--set` argument where the
-    /// diagnostic's key (its subject) is written. Returns a diagnostic that already has a location
+    /// Sets the location of `diagnostic` to where the job file or a `--set` argument contains the
+    /// key that the diagnostic is about. Returns a diagnostic that already has a location
     /// unchanged.
     pub fn add_location(&self, diagnostic: Diagnostic) -> Diagnostic {
         if diagnostic.location().is_some() {
@@ -142,10 +143,10 @@ impl SourceMap {
         }
     }
 
-    /// Converts a range of bytes in one of the job's texts to a location for diagnostics. If the
-    /// span has several lines, the location covers the first line. In a text made from command-line
-    /// arguments, the location is the argument. The text of the location does not contain values of
-    /// secret variables.
+    /// Converts a range of bytes in the job file or in a `--set` argument to the line and column
+    /// that a diagnostic shows. If the span has several lines, the location covers the first line.
+    /// In a text made from command-line arguments, the location is the argument. The text of the
+    /// location does not contain values of secret variables.
     pub(crate) fn locate_span(&self, span: SourceSpan) -> Location {
         let Some(text) = self.texts.get(span.source as usize) else {
             return Location::File { file: self.job_file_name().to_owned() };
@@ -177,8 +178,8 @@ impl SourceMap {
         }
     }
 
-    /// Returns the text at `span` in the job file or `--set` argument; empty if the bytes of `span`
-    /// are not a valid range of a text.
+    /// Returns the text that `span` marks in the job file or in a `--set` argument; empty if `span`
+    /// is not valid there.
     fn find_span_text(&self, span: SourceSpan) -> &str {
         let text = match self.texts.get(span.source as usize) {
             Some(

@@ -12,7 +12,7 @@ pub(crate) fn file_error(code: Code, name: &str, message: impl Into<String>) -> 
     Diagnostic::error(code, message).with_location(Location::File { file: name.to_owned() })
 }
 
-/// Reads a whole file, and fails if it is larger than the limit on the size of a job file (1 MiB).
+/// Reads the whole file at `path`, and fails if it is larger than 1 MiB, the limit for job files.
 /// Messages name the file `name`, and describe it as `what`, such as `job file`.
 pub(crate) fn read_limited_file(path: &Path, name: &str, what: &str) -> diagnostic::Result<Vec<u8>> {
     let cannot_read = |error: std::io::Error| match error.kind() {

@@ -78,8 +78,8 @@ impl YamlNode {
         }
     }
 
-    /// Returns the size of the tree that begins at this node: the number of nodes, the bytes of all
-    /// scalars and keys, and the depth in levels. The node itself counts.
+    /// Returns three sizes of the tree below and including this node: its nodes, the bytes of its
+    /// scalars and keys, and its depth in levels. The node itself counts.
     pub(super) fn measure_tree_size(&self) -> (usize, usize, usize) {
         let (mut nodes, mut bytes, mut depth) = (0, 0, 0);
         let mut todo = vec![(self, 1)];

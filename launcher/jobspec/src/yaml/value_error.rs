@@ -72,7 +72,8 @@ impl ValueError {
         })
     }
 
-    /// Adds the wrong part of the value, such as `item 2`, to the start of the error text.
+    /// Adds the name of the part of the value that is wrong, such as `item 2`, to the start of the
+    /// error text.
     pub(crate) fn with_part(mut self, part: &str) -> Self {
         self.part = if self.part.is_empty() { part.to_owned() } else { format!("{part} {}", self.part) };
         self.others = self.others.into_iter().map(|error| error.with_part(part)).collect();
@@ -148,8 +149,8 @@ impl ValueError {
             .collect()
     }
 
-    /// Converts an error about a whole YAML text, such as a syntax error, to a diagnostic that is
-    /// not about one key.
+    /// Converts an error about the job file as a whole, such as a YAML syntax error, to a
+    /// diagnostic without the name of a key.
     pub(crate) fn into_diagnostic_without_key(self, sources: &SourceMap) -> Diagnostic {
         let code = self.code;
         let mut list = self.into_diagnostics(sources, None, "").into_iter();

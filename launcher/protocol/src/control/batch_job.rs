@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 /// The largest length of the id and of the label of a batch job, in bytes.
 const MAX_TEXT_BYTES: usize = 512;
 
-/// The batch job that started a run: a job of Slurm or Kubernetes, whose command the scheduler may
+/// The batch job of Slurm or Kubernetes in which a run was started, and which the scheduler may
 /// start again after a failure. Each start is a separate run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BatchJobRecord {
@@ -22,13 +22,14 @@ pub struct BatchJobRecord {
 }
 
 impl BatchJobRecord {
-    /// Returns whether the scheduler has started the batch job before, so that earlier runs of its
-    /// command may exist; `true` if unknown.
+    /// Returns whether the scheduler has, or may have, started the batch job before, so that
+    /// earlier runs of its command can exist.
     pub fn may_have_earlier_runs(&self) -> bool {
         self.restarts != Some(0)
     }
 
-    /// Returns whether `id` identifies a run of this batch job that another command line started.
+    /// Returns whether `id` identifies the batch job of this record, but another command line than
+    /// the one of this record.
     pub fn is_other_command_of_same_job(&self, id: &str) -> bool {
         match (id.rsplit_once(':'), self.id.rsplit_once(':')) {
             (Some((job, command)), Some((own_job, own_command))) => job == own_job && command != own_command,
@@ -36,8 +37,8 @@ impl BatchJobRecord {
         }
     }
 
-    /// Returns whether the id and the label are not empty and at most [`MAX_TEXT_BYTES`] bytes
-    /// long, as a check of records that were read from files.
+    /// Returns whether the id and the label of a record that was read from a file have 1 to
+    /// [`MAX_TEXT_BYTES`] bytes each.
     pub fn has_valid_lengths(&self) -> bool {
         let is_valid = |text: &str| (1..=MAX_TEXT_BYTES).contains(&text.len());
         is_valid(&self.id) && is_valid(&self.label)

@@ -27,8 +27,8 @@ pub fn select_host_address<'a>(
     at_reached.or_else(|| candidates().min_by_key(|a| a.address.is_ipv6()))
 }
 
-/// Returns whether an IP address is usable from other hosts without naming an interface; false for
-/// unspecified and link-local addresses.
+/// Returns whether other hosts can use an IP address to connect to this host: false for unspecified
+/// and link-local addresses.
 pub fn is_routable(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(v4) => !v4.is_unspecified() && !v4.is_link_local(),

@@ -58,24 +58,24 @@ impl HostInventory {
         HostInventory { host: host.to_owned(), ..HostInventory::default() }
     }
 
-    /// Returns whether the inventory contains only the hostname, because no agent has reported the
-    /// hardware yet.
+    /// Returns whether nothing is known about the machine except its hostname, because no agent has
+    /// reported its hardware yet.
     pub fn is_unknown(&self) -> bool {
         self.cpus.is_empty()
     }
 
-    /// Removes all inherited environment variables except those that select devices and network
-    /// interfaces.
+    /// Returns the inventory with only those environment variables that select devices or network
+    /// interfaces, because other variables of a host are not sent to the controller.
     pub fn without_unreported_env(mut self) -> HostInventory {
         self.inherited_env.retain(|(name, _)| is_device_variable(name) || is_interface_variable(name));
         self
     }
 
-    /// Validates the inventory (hardware and environment) that an agent has sent, and adds the
-    /// variables `user_env` of the controller's environment. A topology that does not match the
-    /// CPUs is replaced by one core per CPU. The variables in `user_env`, which are from the
-    /// controller's environment, replace those of the report. Only the variables that select
-    /// devices and network interfaces are taken from the report.
+    /// Creates the inventory of a host from the `report` of its agent, which is validated, and from
+    /// `user_env`, the controller's own variables. A topology that does not match the CPUs is
+    /// replaced by one core per CPU. The variables in `user_env`, which are from the controller's
+    /// environment, replace those of the report. Only the variables that select devices and network
+    /// interfaces are taken from the report.
     pub fn from_report(report: HostInventory, user_env: &[(String, String)]) -> HostInventory {
         let mut inventory = report.without_unreported_env();
         inventory.cpus.sort_unstable();

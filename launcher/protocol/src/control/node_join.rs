@@ -21,8 +21,8 @@ pub struct JoinRequest {
     pub job: Vec<JobSettingHash>,
 }
 
-/// A hash of the value of one job.yaml key, by which node 0 checks that a joining node uses the
-/// same job file.
+/// The path of one job.yaml key with a hash of its value, by which node 0 detects that a joining
+/// node has another job file.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct JobSettingHash {
     /// The path of the key.

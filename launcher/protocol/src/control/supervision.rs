@@ -11,9 +11,9 @@ use diagnostic::Diagnostic;
 use jobspec::ControllerLossAction;
 use serde::{Deserialize, Serialize};
 
-/// Two numbers that order the successive controllers of a run: a later controller has a greater
-/// token than the controller that it replaces. An agent obeys the controller with the greatest
-/// token that it has accepted, and no other.
+/// Two numbers by which the controllers of a run are ordered, so that an agent obeys a new
+/// controller instead of an earlier one. An agent obeys the controller with the greatest token that
+/// it has accepted, and no other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct ControllerToken {
     /// The number of the controller in the order in which controllers took over the run, from 1.
@@ -22,8 +22,8 @@ pub struct ControllerToken {
     pub id: u64,
 }
 
-/// The settings by which an agent recognizes its controller and reacts to its loss, such as the
-/// controller's token and lease. Agents of `launch check` have none.
+/// The settings by which an agent recognizes its controller, such as its token, and by which the
+/// agent reacts if the controller is lost. Agents of `launch check` have none.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SupervisionTerms {
     /// The name of the run.
@@ -48,9 +48,9 @@ pub struct SupervisionTerms {
     pub controller_timeout_ms: u64,
 }
 
-/// A request of a new controller of a run to the agent that is already running on a host: to obey
-/// the new controller, or to end. The controller sends this message first on a connection to a new
-/// `launch agent` process, which forwards the message to the running agent.
+/// The message in which a new controller of a run asks an agent that still runs on a host to obey
+/// it or to end. The controller sends this message first on a connection to a new `launch agent`
+/// process, which forwards the message to the running agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AttachRequest {
     /// The version of the control protocol.
@@ -70,8 +70,8 @@ pub struct AttachRequest {
     pub purpose: AttachPurpose,
 }
 
-/// What a new controller of a run requests of an agent that is already running on a host: to obey
-/// the controller, or to end.
+/// What a new controller demands of an agent that still runs on a host: to work for this
+/// controller, or to kill its workers and end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AttachPurpose {
     /// The agent is to obey the new controller.
@@ -84,7 +84,7 @@ pub enum AttachPurpose {
     },
 }
 
-/// The reason why a running agent does not obey a new controller of the run that asked it to do so.
+/// The reason why a running agent rejects the request of a new controller to work for it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum AttachRejection {
     /// No agent of the run is alive on the host.
@@ -106,8 +106,8 @@ pub enum AttachRejection {
     Failed(Diagnostic),
 }
 
-/// The state of a running agent (workers, reports and hardware) that the agent sends to a new
-/// controller of the run. The agent then repeats its reports.
+/// What an agent that still runs on a host reports to a new controller of its run: its workers,
+/// reports and hardware. The agent then repeats its reports.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AdoptedAgent {
     /// The process id of the agent.

@@ -4,8 +4,7 @@ use diagnostic::{Code, Diagnostic};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 use serde_json::{Map, Value, json};
 
-/// Serializes a list of diagnostics as the JSON objects that `--json` prints, instead of their
-/// complete serialized form.
+/// Serializes a list of diagnostics, each as the JSON object that `--json` prints for it.
 pub(super) fn serialize<S: Serializer>(diagnostics: &[Diagnostic], serializer: S) -> Result<S::Ok, S::Error> {
     diagnostics.iter().map(Diagnostic::to_json).collect::<Vec<_>>().serialize(serializer)
 }
@@ -19,8 +18,8 @@ pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<
     objects.into_iter().map(diagnostic).collect()
 }
 
-/// Adds default values for the fields that `--json` omits to the JSON object of a diagnostic, so
-/// that it can be deserialized. The source line of a location is lost.
+/// Completes the JSON object that `--json` prints for a diagnostic with defaults for omitted
+/// fields, so that it can be deserialized. The source line of a location is lost.
 fn restore_omitted_fields(mut object: Map<String, Value>) -> Value {
     let code = object.get("code").and_then(Value::as_str).and_then(Code::from_name);
     if let Some(code) = code {

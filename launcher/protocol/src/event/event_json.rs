@@ -66,8 +66,8 @@ impl TimedEvent {
     }
 }
 
-/// Formats an event as a JSON object on one line without a line break. The object has the field
-/// `time` if `time` is given.
+/// Formats an event as a JSON object on one line, in the form (1 or 2) that `schema` selects,
+/// without a line break. The object has the field `time` if `time` is given.
 fn format_event_line(event: &Event, schema: EventSchema, time: Option<f64>) -> serde_json::Result<String> {
     match schema {
         EventSchema::V1 => serde_json::to_string(&EventLineV1 { event: EventV1::from(event), time }),
@@ -109,8 +109,8 @@ struct EventLineV2<'a> {
     time: Option<f64>,
 }
 
-/// Additional JSON fields of an event, computed from [`Event`]: the diagnostic code of a failure,
-/// and copies of fields under deprecated names.
+/// The JSON fields that the JSON object of an event has in addition to those of [`Event`], such as
+/// the diagnostic code of a failure.
 #[derive(Default, Serialize)]
 #[serde(default)]
 struct DerivedFields<'a> {
@@ -125,8 +125,8 @@ struct DerivedFields<'a> {
 }
 
 impl<'a> DerivedFields<'a> {
-    /// Computes the additional JSON fields of `event`: the diagnostic code of a failure, and copies
-    /// of fields under deprecated names.
+    /// Computes the JSON fields that the JSON object of `event` has in addition to those of
+    /// [`Event`], such as the diagnostic code of a failure.
     fn from_event(event: &'a Event) -> Self {
         let of_failure = |failure: &'a FailureReport| DerivedFields {
             code: Some(failure.reason.code()),
@@ -163,8 +163,8 @@ enum EventV1<'a> {
     Unchanged(&'a Event),
 }
 
-/// The events whose JSON in schema 1 (the format of earlier releases) has other event names or
-/// fields than in schema 2.
+/// The events that have another name or other fields in JSON schema 1, the format of earlier
+/// releases, than in schema 2.
 #[derive(Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 enum RenamedEventV1<'a> {

@@ -212,8 +212,8 @@ impl Event {
         Event::Notice { rank, message: message.into(), diagnostics: Vec::new() }
     }
 
-    /// Creates an event that shows `message` to the user, with the warning or error `diagnostic`
-    /// attached for programs that read the event.
+    /// Creates an event that shows `message` to the user, and that also contains the warning or
+    /// error `diagnostic` for programs.
     pub fn new_diagnostic_notice(
         rank: Option<Rank>,
         message: impl Into<String>,

@@ -119,9 +119,8 @@ pub struct TimeStatistics {
 }
 
 impl StragglerReport {
-    /// Creates the event about a rank that began or ceased to slow down the others, from the
-    /// finding `change` of the detector of slow ranks. The controller adds host, reason and
-    /// message.
+    /// Creates the event that a rank began or ceased to slow down the others, from `change`, the
+    /// result of the straggler detector. The controller adds host, reason and message.
     pub fn new(change: &StragglerChange) -> StragglerReport {
         StragglerReport {
             state: if change.is_slow { StragglerState::Slow } else { StragglerState::Recovered },
@@ -138,8 +137,8 @@ impl StragglerReport {
 }
 
 impl StepTimesReport {
-    /// Computes the statistics over all ranks from the step times of each rank. Returns `None` for
-    /// times without steps or ranks.
+    /// Computes the smallest, median and largest times per step among all ranks from `times`, the
+    /// summed times of each rank. Returns `None` for times without steps or ranks.
     pub fn from_times(times: &StepTimes) -> Option<StepTimesReport> {
         let steps = Some(times.steps).filter(|steps| *steps > 0)?;
         let range = |time: fn(&RankTimes) -> u64| {

@@ -1,4 +1,5 @@
-//! Finds hosts with a slow network, from the times of the connections of their ranks.
+//! Finds hosts with a slow network, by comparing how long data of the ranks of each host was on its
+//! way to other hosts.
 //!
 //! The ranks of a host share a network adapter, but each of them has other connections: data that
 //! all ranks need is sent only between ranks with the same local rank. The connections of a host
@@ -9,14 +10,15 @@ use super::statistics::{compute_excesses, find_lower_median};
 use crate::step_times::{LinkTimes, RankTimes};
 use std::collections::BTreeMap;
 
-/// The smallest ratio of one host's network delay to that of the other hosts at which the host's
-/// network counts as slow.
+/// The smallest ratio between two compared network delays at which the larger delay is evidence of
+/// a host with a slow network.
 const MIN_NETWORK_FACTOR: u64 = 2;
 /// The smallest number of hosts whose network times are compared to find a host with a slow
 /// network. With two hosts, it cannot be found out which of them is slow.
 const MIN_HOSTS: usize = 3;
 
-/// How long data of the ranks of one host was on its way over the network to other hosts.
+/// The measured times that data from the ranks of one host needed over the network to ranks of
+/// other hosts.
 struct HostLinks {
     /// The number of the host.
     host: usize,
@@ -32,8 +34,9 @@ impl HostLinks {
         find_lower_median(self.ranks.iter().map(|links| links.fastest_us).collect())
     }
 
-    /// Returns the hosts that data of this host reached much later than it reached other hosts,
-    /// each with the additional time in microseconds. `hosts` has the host of each rank.
+    /// Returns each host to which the network delay from ranks of this host is at least twice their
+    /// shortest delay, with the median difference in microseconds. `hosts` has the host of each
+    /// rank.
     fn list_delays(&self, hosts: &[usize]) -> impl Iterator<Item = (usize, u64)> {
         let mut delays: BTreeMap<usize, Vec<u64>> = BTreeMap::new();
         for links in &self.ranks {
@@ -48,8 +51,8 @@ impl HostLinks {
     }
 }
 
-/// Computes the share of a time window that each host loses because its network is slow, and
-/// assigns the share to the first rank of the host. `hosts` has the host of each rank.
+/// Returns one value per rank: for the first rank of a host with a slow network the share of the
+/// time window that the host loses, and 0 for all others. `hosts` has the host of each rank.
 ///
 /// The network of a host is slow if data of its ranks is long on its way to all other hosts, or if
 /// data from most other hosts is long on its way to the host, but not to others. Delays in the
@@ -80,8 +83,8 @@ pub(super) fn compute_network_delay_shares(
     shares
 }
 
-/// Groups the ranks' network times by host, and returns them in a map from the host's number to the
-/// times of its ranks.
+/// Collects the measured network delays of the ranks of each host, and returns them in a map from
+/// the host's number to the delays of its ranks.
 fn group_by_host(ranks: &[RankTimes], hosts: &[usize]) -> BTreeMap<usize, HostLinks> {
     let mut grouped = BTreeMap::new();
     for (rank, (times, &host)) in ranks.iter().zip(hosts).enumerate() {
@@ -91,8 +94,8 @@ fn group_by_host(ranks: &[RankTimes], hosts: &[usize]) -> BTreeMap<usize, HostLi
     grouped
 }
 
-/// Returns the hosts whose data reaches every other host late, each with the additional time in
-/// microseconds compared with other hosts.
+/// Returns the hosts whose shortest delay to any other host is at least twice the median of the
+/// other hosts' shortest delays, each with the excess in microseconds.
 fn list_outgoing_delays(measured: &[&HostLinks]) -> Vec<(usize, u64)> {
     let fastest: Vec<u64> = measured.iter().map(|host| host.find_fastest_us()).collect();
     let excesses = compute_excesses(&fastest).into_iter();
@@ -103,8 +106,8 @@ fn list_outgoing_delays(measured: &[&HostLinks]) -> Vec<(usize, u64)> {
     slow.map(|((host, _), excess)| (host.host, excess)).collect()
 }
 
-/// Returns the hosts that data of other hosts reaches late, each with the median of the additional
-/// times, in microseconds, over those other hosts.
+/// Returns the hosts to which data from other hosts was delayed, each with the median of the extra
+/// delay over all sending hosts, in microseconds.
 fn list_incoming_delays(measured: &[&HostLinks], hosts: &[usize]) -> Vec<(usize, u64)> {
     let mut delays: BTreeMap<usize, Vec<u64>> = BTreeMap::new();
     for (receiver, delay) in measured.iter().flat_map(|host| host.list_delays(hosts)) {
@@ -115,8 +118,8 @@ fn list_incoming_delays(measured: &[&HostLinks], hosts: &[usize]) -> Vec<(usize,
     delays.into_iter().map(median).collect()
 }
 
-/// Returns the lower median of `count` values, which are those in `values` and a zero for each
-/// missing one.
+/// Returns the lower median of the delays in `values` after the list was extended to `count` delays
+/// by zeros, because a sender without an entry had no extra delay.
 fn find_padded_median(mut values: Vec<u64>, count: usize) -> u64 {
     values.resize(count.max(values.len()), 0);
     find_lower_median(values)

@@ -150,7 +150,7 @@ pub(crate) enum AgentAction {
     Exit(u8),
 }
 
-/// A signal that ends the process group of a worker.
+/// The signal, SIGTERM or SIGKILL, by which the agent ends the process group of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ProcessGroupSignal {
     /// SIGTERM, followed by SIGCONT so that stopped processes handle SIGTERM.

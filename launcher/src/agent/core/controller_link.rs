@@ -218,9 +218,9 @@ impl AgentCore {
         (token <= terms.token).then_some(AttachRejection::Stale { token: terms.token })
     }
 
-    /// Makes the agent obey a new controller, whose token `token` shows that it is newer than the
-    /// previous controller. Releases the previous controller, reports the state of this agent, and
-    /// repeats the kept reports.
+    /// Makes the agent obey the controller with the token `token`, which is newer than the
+    /// controller that the agent has obeyed so far. Releases the previous controller, reports the
+    /// state of this agent, and repeats the kept reports.
     fn obey_new_controller(&mut self, now: Duration, token: ControllerToken) {
         let since = self.unattended_since.or(self.controller_heard_at).unwrap_or(now);
         let unattended_ms = now.saturating_sub(since).as_millis() as u64;

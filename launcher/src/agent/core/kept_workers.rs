@@ -13,12 +13,12 @@ use std::{collections::BTreeMap, time::Duration};
 /// attempt, before its process is killed. The controller may wait this long for a lost host, and a
 /// host may be a spare host from now on.
 pub(super) const MAX_WAIT_FOR_NEXT_ATTEMPT: Duration = Duration::from_secs(600);
-/// The longest time without a message after which a worker's process is still kept for the next
-/// attempt (start of all workers) instead of being killed. Workers send a heartbeat every second,
-/// so an older message means that the process is stopped or its connection does not work.
+/// The largest age of a worker's last message at which the agent still keeps the worker's process
+/// for the next attempt (start of all workers). Workers send a heartbeat every second, so an older
+/// message means that the process is stopped or its connection does not work.
 const MAX_REJOIN_MESSAGE_AGE: Duration = Duration::from_secs(4);
-/// The environment variables whose values differ between attempts (starts of all workers), and that
-/// built-in workers do not read.
+/// The environment variables that differ between attempts (starts of all workers) and are ignored
+/// when the settings of two attempts are compared.
 const PER_ATTEMPT_VARIABLES: [&str; 1] = [env::MASTER_PORT];
 
 impl AgentCore {
@@ -50,15 +50,15 @@ impl AgentCore {
         }
     }
 
-    /// Kills those processes of workers waiting for the next attempt (start of all workers) whose
-    /// rank the function `selects` accepts.
+    /// Kills the process of each worker that waits for the next attempt (start of all workers) and
+    /// has a rank that `selects` accepts.
     pub(super) fn kill_waiting_workers(&mut self, selects: impl Fn(Rank) -> bool) {
         let ranks = self.waiting_ranks().into_iter().filter(|rank| selects(*rank));
         self.out.extend(ranks.map(|rank| AgentAction::Signal(rank, ProcessGroupSignal::Kill)));
     }
 
-    /// Selects the processes of earlier workers that can run workers of the next attempt (start of
-    /// all workers), for which `next` contains the settings. Kills the other waiting processes.
+    /// Selects the waiting worker processes to reuse in the next attempt (start of all workers):
+    /// those with a working connection and unchanged settings. Kills the other waiting processes.
     pub(super) fn select_rejoining_and_kill_others(&mut self, now: Duration, next: &HostPlan) {
         let can_rejoin = |rank: &Rank| {
             let worker = &self.workers[rank];
@@ -74,8 +74,8 @@ impl AgentCore {
     }
 }
 
-/// Returns whether the built-in worker with the rank `rank` has equal settings in two attempts
-/// (starts of all workers), apart from variables that always differ.
+/// Returns whether two attempts (starts of all workers) have equal settings for the job and for a
+/// built-in worker, apart from values that each attempt sets differently.
 fn is_worker_unchanged(last: &HostPlan, next: &HostPlan, rank: Rank) -> bool {
     let find =
         |plan: &HostPlan| plan.workers.iter().find(|w| w.rank == rank).cloned().map(remove_attempt_values);
@@ -91,8 +91,8 @@ fn is_worker_unchanged(last: &HostPlan, next: &HostPlan, rank: Rank) -> bool {
         && job(last) == next.job
 }
 
-/// Removes the environment variables that differ in every attempt (start of all workers) from the
-/// settings of a worker, and returns these settings.
+/// Returns the settings of a worker without the environment variables that differ between attempts
+/// (starts of all workers), so that two attempts can be compared.
 fn remove_attempt_values(mut worker: WorkerPlan) -> WorkerPlan {
     worker.env.retain(|(name, _)| !PER_ATTEMPT_VARIABLES.contains(&name.as_str()));
     worker

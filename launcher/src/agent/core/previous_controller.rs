@@ -3,8 +3,8 @@
 use protocol::control::ControllerToken;
 use std::time::Duration;
 
-/// The token of the agent's previous controller and the start of its silence, which are kept until
-/// a new controller has taken over the run.
+/// The token of the controller that the agent obeyed before the present one, and the time since
+/// which that earlier controller had sent no message.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PreviousController {
     pub(super) token: ControllerToken,

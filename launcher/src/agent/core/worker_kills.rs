@@ -28,10 +28,10 @@ impl AgentCore {
         self.end_workers_with_grace_period(now, request);
     }
 
-    /// Sends the collected evidence about a hang (what each hanging worker does) to the controller,
-    /// after the stacks of the workers were written to their logs. The workers then continue until
-    /// the controller repeats its kill request, because their end would end ranks on other hosts,
-    /// about which there may be no evidence yet. Without evidence, executes the kill request.
+    /// Reports to the controller what each hanging worker does, after the stacks of these workers
+    /// were written to their logs. The workers then continue until the controller repeats its kill
+    /// request, because their end would end ranks on other hosts, about which there may be no
+    /// evidence yet. Without evidence, executes the kill request.
     pub(super) fn on_stacks_written(&mut self, now: Duration, evidence: Vec<RankEvidence>) {
         if evidence.is_empty() {
             return self.execute_postponed_kill(now);

@@ -70,8 +70,8 @@ impl AgentCore {
         }
     }
 
-    /// Sends SIGTERM to the programs that still run `run.stop_timeout` after they were asked to
-    /// stop. Does nothing before this time.
+    /// Sends SIGTERM to those programs that still run after the time `run.stop_timeout` has passed
+    /// since they were asked to save and stop. Does nothing before this time.
     pub(super) fn terminate_remaining_programs(&mut self, now: Duration) {
         if self.terminate_at.is_none_or(|at| now < at) {
             return;

@@ -38,9 +38,9 @@ impl AgentCore {
         }
     }
 
-    /// Records that a worker takes part in the current attempt (start of all workers), with a new
-    /// process or, if `rejoins`, with a kept one. Reports the start to the controller, and requests
-    /// the start of the next worker.
+    /// Records that a worker's process, either new or kept from an earlier attempt (start of all
+    /// workers), takes part in the current attempt. Reports the start to the controller, and
+    /// requests the start of the next worker.
     pub(super) fn on_spawned(&mut self, now: Duration, rank: Rank, pid: u32, rejoins: bool) {
         let Some(plan) = self.plan.clone() else { return };
         let Some(worker) = plan.workers.iter().find(|w| w.rank == rank) else { return };
@@ -202,8 +202,8 @@ impl AgentCore {
         }
     }
 
-    /// Returns when the agent reports the end of a worker's process to the controller, which is
-    /// later if output may still arrive or a scheduler may end the job.
+    /// Returns the time from which the agent may report the end of a worker's process to the
+    /// controller, which leaves time for the worker's last output.
     ///
     /// This is the end of the worker if all output and messages of the worker have arrived, else
     /// [`FINAL_OUTPUT_TIMEOUT`] later. After a SIGKILL or SIGTERM that the agent did not send, it
@@ -221,8 +221,8 @@ impl AgentCore {
         worker.ended_at + output_delay.max(kill_delay)
     }
 
-    /// Reports to the controller the ends of workers that are due to be reported at `now`, in the
-    /// order in which the workers ended. See [`Self::exit_report_time`]. A report that is not due
+    /// Reports ended workers to the controller in the order of their ends, up to the first worker
+    /// whose report must still be delayed. See [`Self::exit_report_time`]. A report that is not due
     /// delays the reports of workers that ended later.
     pub(super) fn report_ended_workers(&mut self, now: Duration) {
         while let Some(&rank) = self.unreported.front() {
@@ -262,8 +262,8 @@ impl AgentCore {
         }
     }
 
-    /// Requests that the processes which workers left behind be killed, once all workers of this
-    /// host have ended and the controller knows this.
+    /// Requests the kill of all processes that workers left behind, once every worker of this host
+    /// has ended and was reported to the controller.
     pub(super) fn sweep_if_all_ended(&mut self) {
         let all_ended = self.running_ranks().is_empty() && self.unreported.is_empty() && !self.spawning;
         if self.state == AgentState::Running && all_ended {

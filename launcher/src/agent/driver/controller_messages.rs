@@ -128,8 +128,8 @@ impl AgentDriver {
         }
     }
 
-    /// Handles the controller's first message, after the agent has tried to become the only agent
-    /// of the run on its host (the result is `lock`).
+    /// Converts the result of making this agent the only one of its run on the host to an input of
+    /// the agent's state machine.
     pub(super) fn on_host_lock_result(
         &mut self,
         lock: Result<Option<UnixListener>, HostLockError>,

@@ -19,11 +19,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long the agent waits for the evidence about hanging workers, such as their stacks and their
-/// last collectives. The stacks are left out if the kernel takes longer to describe the processes.
+/// How long the agent waits, after it has begun to collect evidence about hanging workers, for
+/// their stacks and their last collectives. The stacks are left out if the kernel takes longer to
+/// describe the processes.
 const COLLECTION_TIMEOUT: Duration = Duration::from_secs(7);
-/// The longest time from a GPU error that was logged without a pid to a worker's hang for which the
-/// error counts as a possible reason.
+/// The longest time between a GPU error that was logged without a pid and a later hang of a worker
+/// that the error may explain.
 const MAX_GPU_FAULT_AGE: Duration = Duration::from_secs(120);
 
 impl AgentDriver {
@@ -42,9 +43,9 @@ impl AgentDriver {
         }
     }
 
-    /// Returns a counter of the collectives that the worker `rank` has entered and completed, and
-    /// whether the worker waits in a collective. Returns `None` if the worker has reported no
-    /// collectives.
+    /// Returns how many collectives the worker with this rank has entered plus how many it has
+    /// completed, and whether the worker waits in a collective. Returns `None` if the worker has
+    /// reported no collectives.
     fn read_collective_activity(&self, rank: Rank) -> Option<CollectiveActivity> {
         let plan = self.plan.as_ref()?;
         let worker = plan.workers.iter().find(|worker| worker.rank == rank)?;
@@ -97,8 +98,8 @@ impl AgentDriver {
         _ = thread::Builder::new().name("hang-evidence".into()).spawn(work);
     }
 
-    /// Builds the request to collect evidence about hanging workers, with their pids and GPU errors
-    /// and the files and memory that contain evidence.
+    /// Builds the request to collect evidence about hanging workers, with each worker's processes
+    /// and the GPU errors that may explain the hang.
     fn build_evidence_request(&mut self, plan: &HostPlan, workers: &[(&WorkerPlan, u32)]) -> EvidenceRequest {
         let timeout_ms = plan.hang_detection.map_or(0, |detection| detection.timeout_ms);
         let window = Duration::from_millis(timeout_ms) + MAX_GPU_FAULT_AGE;

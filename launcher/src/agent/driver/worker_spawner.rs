@@ -49,7 +49,8 @@ pub(super) enum SpawnerResult {
     ContainerRemoved,
 }
 
-/// The request to start a worker, with the descriptors and settings that its process inherits.
+/// The request to start a worker, with the shared memory, environment variables and file limits
+/// that the worker's process inherits.
 pub(super) struct SpawnRequest {
     pub(super) attempt: u32,
     pub(super) index: usize,

@@ -69,8 +69,8 @@ impl AgentDriver {
         }
     }
 
-    /// Creates the shared memory for data exchange between built-in workers and, at the first call,
-    /// the memory for their status and state copies.
+    /// Creates the shared memory through which built-in workers exchange data and, once per agent,
+    /// the memory for their status and for copies of their training state.
     fn create_shared_memories(&mut self, plan: &HostPlan) -> io::Result<()> {
         self.shm = Some(Arc::new(process::create_shared_memory()?));
         let status = match self.status_memory.take() {
@@ -237,8 +237,8 @@ impl AgentDriver {
         Some(TimeoutEvidence::new((worker.rank, plan.world), plan.attempt, &worker.log, hook))
     }
 
-    /// Makes a process that was kept from an earlier attempt (start of all workers) run the worker
-    /// at the position `index` in this host's list of workers. Passes the shared memory of the
+    /// Makes the process that was kept from an earlier attempt (start of all workers) continue as
+    /// the worker at index `index` of this host's worker list. Passes the shared memory of the
     /// attempt to the process. If that fails, kills the process.
     pub(super) fn rejoin_worker(&mut self, index: usize) -> Option<AgentInput> {
         let rank = self.plan.as_ref()?.workers.get(index)?.rank;
@@ -283,8 +283,9 @@ impl AgentDriver {
         }
     }
 
-    /// Starts the thread that copies a worker's output to its log, and the tasks that serve the
-    /// worker's control connection. Returns the pid of the process.
+    /// Starts the thread that copies a worker's output to the rank's log, and the tasks that
+    /// exchange messages with the worker over the control connection. Returns the pid of the
+    /// process.
     ///
     /// Kills the process if one of them cannot be started.
     fn connect_worker(
@@ -349,8 +350,8 @@ impl AgentDriver {
     }
 }
 
-/// Removes from a worker's environment those default variables of launch to which the environments
-/// of `run.activate` have given other values.
+/// Returns the settings of a worker without those default environment variables of launch that
+/// `run.activate` has changed and the job file does not set.
 pub(super) fn remove_replaced_defaults(
     worker: &WorkerPlan,
     run: &RunSpec,

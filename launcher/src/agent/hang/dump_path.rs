@@ -16,8 +16,8 @@ pub(super) fn build_dump_prefix(log: &Path, attempt: u32) -> PathBuf {
     log.with_file_name(format_dump_prefix(attempt))
 }
 
-/// Formats the file name of a flight recorder's dump without the rank at its end, such as
-/// `flight-recorder-0-` for the attempt 0.
+/// Returns the file name, without the final rank, of the flight recorder's dumps in an attempt
+/// (start of all workers), such as `flight-recorder-0-` for attempt 0.
 fn format_dump_prefix(attempt: u32) -> String {
     format!("flight-recorder-{attempt}-")
 }

@@ -74,8 +74,8 @@ impl FlightRecorderDump {
         FlightRecorderDump::parse(&bytes, world)
     }
 
-    /// Parses the flight recorder's dump of one rank in a job with `world` ranks. Returns `None` if
-    /// it is invalid.
+    /// Parses the flight recorder's dump of one rank, and ignores rank numbers in the dump that are
+    /// not below `world`, the number of ranks in the job. Returns `None` if it is invalid.
     pub(super) fn parse(bytes: &[u8], world: u32) -> Option<FlightRecorderDump> {
         let value = ckpt::parse_plain_pickle(bytes, MAX_ITEMS_PER_RANK).ok()?;
         // serde would also read a list as a dump.
@@ -129,8 +129,8 @@ impl RawEntry {
         self.retired || self.state == "completed"
     }
 
-    /// Converts a collective in the flight recorder's dump to an entry of the evidence about a
-    /// hanging rank. Returns `None` for an entry without a process group.
+    /// Converts a collective in the flight recorder's dump to the form in which the agent reports
+    /// collectives of a hanging rank. Returns `None` for an entry without a process group.
     fn to_entry(&self) -> Option<CollectiveEntry> {
         Some(CollectiveEntry {
             group: truncate(self.group_name()?),
@@ -160,7 +160,7 @@ fn truncate(text: &str) -> String {
 }
 
 /// Formats a list or text from a flight recorder's dump in Python's notation, such as `[[4]]` or
-/// `['Float']`, which the hang hook also uses.
+/// `['Float']`, to match the notation of the hang hook.
 fn format_as_python(value: &Value) -> String {
     match value {
         Value::Array(items) => {

@@ -20,26 +20,27 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-/// The real-time signal at which a process that has loaded the hang hook (a Python module) writes
-/// its Python stacks, through Python's faulthandler.
+/// The number of the real-time signal that makes a process with the hang hook (a Python module)
+/// write its Python stacks through Python's faulthandler.
 pub(super) const STACKS_SIGNAL: i32 = 51;
 /// The Python source code of the hang hook, a module that workers load so that the agent learns
 /// about their collectives and stacks.
 const HOOK_SOURCE: &str = include_str!("sitecustomize.py");
-/// The subdirectory with the hang hook (a Python module for workers). Containers get it read-only.
+/// The name of the subdirectory with the hang hook's Python code inside an agent's hang hook
+/// directory. Containers get it read-only.
 const MODULE_DIRECTORY: &str = "python";
 /// A shell script that makes Python load the hang hook, and then executes its arguments as a
 /// command. It runs in the container, because the image may set `PYTHONPATH`, too.
 const CONTAINER_SCRIPT: &str =
     "export PYTHONPATH=\"$LAUNCH_HANG_DIR/python${PYTHONPATH:+:$PYTHONPATH}\"; exec \"$@\"";
-/// The value, as text, of the environment variable that sets how many collectives torch's flight
-/// recorder keeps.
+/// The number of collectives that torch's flight recorder keeps, as the text of the environment
+/// variable that configures it.
 const FLIGHT_RECORDER_ENTRIES: &str = "2000";
 /// The largest file, in bytes, of a rank's hang hook (a Python module in the worker) that the agent
 /// reads.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// The largest number of process groups, of collectives and of stack frames in the answer of one
-/// rank's hang hook that the agent keeps.
+/// The limit on how many process groups, how many collectives and how many stack frames the agent
+/// keeps from one rank's hang hook.
 pub(super) const MAX_ITEMS_PER_RANK: usize = 64;
 /// The length, in bytes, to which the agent truncates each text in the answer of a rank's hang hook
 /// (a Python module in the worker).
@@ -51,16 +52,16 @@ const PUBLISH_INTERVAL_RANGE: (Duration, Duration) = (Duration::from_millis(250)
 /// The prefix of the names of agents' temporary directories that contain the hang hook (a Python
 /// module for workers).
 const DIRECTORY_NAME_PREFIX: &str = "launch-hang-";
-/// The name of the file that an agent keeps locked to show that its directory with the hang hook (a
-/// Python module for workers) is in use.
+/// The name of the lock file that an agent keeps locked in its directory of the hang hook (a Python
+/// module for workers) while the agent uses the directory.
 const LOCK_FILE: &str = "lock";
-/// The age above which a directory for a hang hook without a locked lock file counts as left behind
-/// by a killed agent. A younger one may have been created by an agent that has not yet locked the
-/// file.
+/// The age at which an unlocked directory of a hang hook (a Python module for workers) counts as
+/// left behind by a killed agent. A younger one may have been created by an agent that has not yet
+/// locked the file.
 const ABANDONED_AGE: Duration = Duration::from_secs(60);
 
-/// The longest time by which a file's modification time may precede the write of the file, because
-/// kernels round such times down.
+/// How much earlier than the real time of a write the modification time of the written file may be,
+/// because kernels round modification times down.
 const FILE_TIME_GRANULARITY: Duration = Duration::from_millis(20);
 
 /// The private temporary directory of an agent that contains the hang hook (a Python module for
@@ -71,7 +72,7 @@ pub(in crate::agent) struct HookDirectory {
 }
 
 /// Returns the path of this agent's temporary directory for the hang hook (a Python module for
-/// workers), which is chosen at the first call. If the watchdog calls this function before it
+/// workers), and chooses the path at the first call. If the watchdog calls this function before it
 /// forks, the watchdog and the agent know the same path.
 pub(in crate::agent) fn choose_directory_path() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
@@ -106,8 +107,9 @@ impl HookDirectory {
         &self.path
     }
 
-    /// Adds the environment variables that make Python load the hang hook to the environment of a
-    /// worker. `python_path` is the value of `PYTHONPATH` without the hook.
+    /// Adds the environment variables of the hang hook to a worker's environment, including
+    /// `PYTHONPATH`, through which Python loads the hook. `python_path` is the value of
+    /// `PYTHONPATH` without the hook.
     pub(in crate::agent) fn add_variables(
         &self,
         worker: &mut Vec<(String, String)>,
@@ -145,8 +147,8 @@ impl HookDirectory {
         worker.wrapper.splice(..0, words);
     }
 
-    /// Lists the container's mounts for the hang hook: the whole directory, in which the hook
-    /// writes files, and the read-only subdirectory with the hook.
+    /// Lists the two mounts that a container needs for the hang hook: its directory, writable, and
+    /// the subdirectory with the hook's code, read-only.
     pub(in crate::agent) fn list_container_mounts(&self) -> Vec<ContainerMount> {
         let mount = |path: &Path, read_only: bool| {
             let path = path.display().to_string();
@@ -219,8 +221,8 @@ fn sets_nccl_debug(file: &Path) -> bool {
     read.is_ok() && text.lines().any(sets)
 }
 
-/// Creates and locks a file in the new directory `path` for the hang hook (a Python module for
-/// workers), which shows that an agent uses the directory.
+/// Creates and locks the lock file in the new directory `path` of a hang hook (a Python module for
+/// workers), so that other agents do not remove the directory.
 fn lock_directory(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new().write(true).create_new(true).open(path.join(LOCK_FILE))?;
     file.try_lock()?;
@@ -331,8 +333,8 @@ struct HookStatus {
 }
 
 impl HookStatus {
-    /// Returns the process's counter of entered and completed collectives, and whether the process
-    /// waits in a collective; `None` without process groups.
+    /// Returns a number that changes with each collective that the process enters or completes, and
+    /// whether it waits in one, or `None` without process groups.
     fn collective_activity(self) -> Option<CollectiveActivity> {
         Some(CollectiveActivity { count: self.count?, is_waiting: self.waiting })
     }
@@ -361,8 +363,8 @@ struct HookStack {
 }
 
 impl HookAnswer {
-    /// Converts what the hang hook of a process has answered to evidence about the hanging rank
-    /// `rank`, and limits the size of the evidence.
+    /// Converts the stacks and collectives that a process's hang hook has reported to evidence
+    /// about the hanging rank `rank`, and truncates long texts and lists.
     pub(super) fn into_evidence(self, rank: Rank, thread: Option<ThreadState>) -> RankEvidence {
         let skipped = self.entries.len().saturating_sub(MAX_ITEMS_PER_RANK);
         let mut entries: Vec<CollectiveEntry> = self.entries.into_iter().skip(skipped).collect();
@@ -421,8 +423,8 @@ fn list_rank_processes(directory: &Path, rank: Rank) -> Vec<HookProcess> {
     processes
 }
 
-/// Reads the evidence that the hang hook of a process of the rank `rank` wrote, after the time
-/// `since`, because a collective timed out. Returns `None` without such a file.
+/// Reads the file that the hang hook of the rank `rank` wrote after the time `since` because a
+/// collective timed out. Returns `None` without such a file.
 pub(super) fn read_timeout_answer(directory: &Path, rank: Rank, since: SystemTime) -> Option<HookAnswer> {
     let prefix = format!("rank-{rank}.");
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
@@ -437,8 +439,8 @@ pub(super) fn read_timeout_answer(directory: &Path, rank: Rank, since: SystemTim
     entries.filter_map(read).next()
 }
 
-/// Reads a file of a hang hook, or returns `None` if another user owns the file, it is a link, or
-/// it exceeds [`MAX_FILE_BYTES`].
+/// Reads a file of a hang hook, or returns `None` if the path is a symbolic link, or the file is
+/// too large or belongs to another user.
 pub(super) fn read_limited(path: &Path) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
     let file = open_own_file_without_links(path).ok()?;

@@ -37,7 +37,8 @@ struct FoundLines {
 }
 
 impl OutputEvidence {
-    /// Creates the evidence about the rank `rank`, which has no output yet.
+    /// Creates an empty collection for the NCCL warnings and timed-out collectives in the output of
+    /// the rank `rank`.
     pub(in crate::agent) fn new(rank: Rank) -> OutputEvidence {
         OutputEvidence { rank, found: Arc::default() }
     }

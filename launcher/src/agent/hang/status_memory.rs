@@ -1,5 +1,5 @@
-//! [`StatusMemory`]: the memory in which the built-in workers of a host publish what they do, and
-//! the evidence about a hang that the agent reads from it.
+//! [`StatusMemory`]: the memory in which the built-in workers of a host publish what they do, so
+//! that the agent can diagnose hangs.
 use crate::agent::process;
 use jobspec::ids::Rank;
 use protocol::{
@@ -21,8 +21,8 @@ use std::{
 const WORLD_GROUP_NAME: &str = "world";
 /// The name of launch's own communication backend in the evidence about hanging built-in workers.
 const BACKEND_NAME: &str = "launch";
-/// How many times the agent tries to read a worker's status, because the worker may be changing the
-/// status at that moment.
+/// The largest number of attempts to read a worker's status, of which some may fail because the
+/// worker is just writing the status.
 const MAX_READ_TRIES: usize = 5;
 /// The pause between two attempts of the agent to read a worker's status, which the worker may be
 /// changing at that moment.
@@ -45,9 +45,9 @@ impl StatusMemory {
         if self.0.metadata()?.len() < bytes { self.0.set_len(bytes) } else { Ok(()) }
     }
 
-    /// Reads what the built-in worker with this local rank has published about its collectives and
-    /// its current work in the attempt `attempt`. Returns `None` if the worker has written none in
-    /// this attempt.
+    /// Reads the status (collectives and current work) that the built-in worker with this local
+    /// rank has published in the attempt (start of all workers) `attempt`. Returns `None` if the
+    /// worker has written none in this attempt.
     pub(in crate::agent) fn read(&self, local_rank: u32, attempt: u32) -> Option<WorkerStatus> {
         let mut bytes = [0; STATUS_BYTES];
         for _ in 0..MAX_READ_TRIES {

@@ -103,8 +103,8 @@ impl SystemCall {
     }
 }
 
-/// Determines from a thread's system call, or else from the kernel function in which it waits, what
-/// kind of event the thread waits for.
+/// Classifies what a thread waits for (lock, I/O, sleep, polling or other) by its system call or,
+/// if that is unknown, by the kernel function in which it waits.
 pub(super) fn classify_wait(call: Option<&SystemCall>, channel: &str) -> WaitKind {
     match call {
         Some(call) if call.number == libc::SYS_futex => WaitKind::Futex,

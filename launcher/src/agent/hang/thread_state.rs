@@ -7,16 +7,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The shortest period over which the CPU time of a hanging worker's main thread is measured, to
-/// determine whether the thread is busy.
+/// The time for which a hanging worker's main thread is observed, at least, to find out from its
+/// CPU time whether it is busy.
 pub(super) const CPU_TIME_WINDOW: Duration = Duration::from_millis(500);
 /// The share of a CPU core that the main thread of a hanging worker must use to count as busy
 /// instead of waiting.
 const MIN_BUSY_CPU_SHARE: f64 = 0.1;
 /// The duration of a clock tick, the unit of CPU times in `/proc` on Linux.
 const TICK: Duration = Duration::from_millis(10);
-/// The largest number of threads of a hanging worker that are examined for one that is blocked in
-/// the kernel.
+/// The largest number of threads of a hanging worker in which the agent searches for a thread that
+/// is blocked uninterruptibly in the kernel.
 const MAX_THREADS: usize = 256;
 /// The largest number of frames of a kernel stack that are kept.
 const MAX_KERNEL_FRAMES: usize = 16;
@@ -55,8 +55,8 @@ impl MainThread {
         Some(describe_thread(self.pid, self.pid, state, busy))
     }
 
-    /// Ends the observation, and returns the state of the main thread or, if that only sleeps, of a
-    /// thread that is blocked uninterruptibly in the kernel.
+    /// Ends the observation and returns the state of the main thread or, if the main thread sleeps
+    /// interruptibly, of a thread in uninterruptible sleep if one exists.
     pub(super) fn finish_observation_of_any_thread(self) -> Option<ThreadState> {
         let pid = self.pid;
         let main = self.finish_observation()?;

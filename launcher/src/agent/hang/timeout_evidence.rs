@@ -11,8 +11,8 @@ use std::{
     time::SystemTime,
 };
 
-/// The places that show whether a timeout of torch ended a worker: its output, the flight
-/// recorder's dump, and the hang hook's directory.
+/// The output, dump path and hang hook directory of a worker, from which the agent determines
+/// whether a timeout of torch has ended the worker.
 #[derive(Clone, Debug)]
 pub(in crate::agent) struct TimeoutEvidence {
     rank: Rank,
@@ -45,7 +45,7 @@ impl TimeoutEvidence {
         }
     }
 
-    /// Returns the NCCL warnings and timed-out collectives that were found in the output of the
+    /// Returns the collector of the NCCL warnings and timed-out collectives in the output of the
     /// worker.
     pub(in crate::agent) fn output(&self) -> &OutputEvidence {
         &self.output
@@ -76,17 +76,17 @@ impl TimeoutEvidence {
 }
 
 impl FlightRecorderDump {
-    /// Converts the flight recorder's dump to evidence about the collectives of the rank `rank`,
-    /// whose process has ended.
+    /// Converts the flight recorder's dump of an ended worker with the rank `rank` to evidence
+    /// about the rank's collectives.
     fn into_evidence(self, rank: Rank) -> RankEvidence {
         let mut evidence = RankEvidence { rank, ..RankEvidence::default() };
         self.add_to(&mut evidence);
         evidence
     }
 
-    /// Replaces the process groups and collectives in the evidence about a rank that did not answer
-    /// the agent by those of the flight recorder's dump. A stack that is known is newer than that
-    /// of the dump.
+    /// Replaces the process groups and collectives in a rank's `evidence` by those of the flight
+    /// recorder's dump, because the rank did not report them itself. A stack that is known is newer
+    /// than that of the dump.
     pub(super) fn add_to(self, evidence: &mut RankEvidence) {
         (evidence.groups, evidence.entries, evidence.answered) = (self.groups, self.entries, true);
         if evidence.stack.is_empty() {
@@ -95,8 +95,8 @@ impl FlightRecorderDump {
     }
 }
 
-/// Adds the last incomplete collective of the rank, in which Python raised the timeout exception,
-/// to the timed-out collectives of the evidence. Backends without a watchdog, such as Gloo, log no
+/// Records the rank's newest unfinished collective as timed out, because Python raised a timeout
+/// exception while the rank waited in it. Backends without a watchdog, such as Gloo, log no
 /// timeout.
 fn add_timeout_of_exception(mut evidence: RankEvidence) -> RankEvidence {
     let pending = evidence.entries.iter().rfind(|entry| !entry.retired && !entry.p2p);

@@ -25,8 +25,8 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// The context string with which agents derive the key that authenticates connections for
-/// measurements (`launch check --network`) from a secret key.
+/// The context string for deriving the key of the connections of `launch check --network` from the
+/// secret key in the controller's request.
 const MEASUREMENT_KEY_CONTEXT: &str = "launch check --network";
 
 /// Measures the network connections between this host and other hosts for `launch check --network`,
@@ -37,8 +37,8 @@ pub(super) struct NetworkProber {
 }
 
 impl NetworkProber {
-    /// Returns the network interface and the RDMA devices of this host, and starts threads that
-    /// accept network measurements of other agents.
+    /// Returns the network interface to measure and the RDMA devices of this host, and starts
+    /// threads that accept measurements of other agents.
     pub(super) fn inspect_and_listen(
         &self,
         request: &NetworkRequest,

@@ -40,8 +40,8 @@ const THROTTLE_REASONS: [(u64, &str); 4] = [
     (0x80, "power brake asserted by the machine"),
 ];
 
-/// Descriptions of the reasons why a GPU cannot access the memory of another GPU, which are the
-/// values 1 to 5 of `nvmlGpuP2PStatus_t`.
+/// Descriptions of the values 1 to 5 of `nvmlGpuP2PStatus_t`, the reasons why a GPU cannot access
+/// the memory of another GPU.
 const PEER_ACCESS_FAILURE_REASONS: [&str; 5] = [
     "not supported by the chipset",
     "not supported by the GPU",
@@ -121,8 +121,8 @@ struct NvmlMemory {
     used: u64,
 }
 
-/// A process that uses a GPU, as NVML returns it (`nvmlProcessInfo_t` of versions 2 and 3 of the
-/// functions).
+/// The pid and the used GPU memory of a process that uses a GPU, in the memory layout of NVML's
+/// `nvmlProcessInfo_t`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct NvmlProcess {
@@ -299,8 +299,8 @@ impl Nvml {
         Ok(errors)
     }
 
-    /// Returns whether memory rows of a GPU will be remapped at the next reset, and whether
-    /// remapping has failed.
+    /// Returns whether the GPU will replace defective memory rows at its next reset (row
+    /// remapping), and whether such a replacement has failed.
     fn query_remapped_rows(&self, device: DeviceHandle) -> Result<(bool, bool), NvmlError> {
         let (mut corrected, mut uncorrected, mut pending, mut failed) = (0, 0, 0, 0);
         // SAFETY: nvml.h's types.
@@ -351,8 +351,7 @@ impl Nvml {
         (0..count).filter_map(query).collect()
     }
 
-    /// Queries the share of the last sampling period of the driver in which a GPU executed kernels,
-    /// in percent.
+    /// Queries in how many percent of the driver's latest sampling period the GPU executed kernels.
     fn query_busy_percent(&self, device: DeviceHandle) -> Result<c_uint, NvmlError> {
         // nvmlUtilization_t: the shares of the time for the GPU and for its memory, in percent.
         let mut shares = [0; 2];

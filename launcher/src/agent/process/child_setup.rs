@@ -7,8 +7,8 @@ use nix::{
 };
 use std::io;
 
-/// Makes the kernel kill the calling process when the thread of the process `parent` that has
-/// started it ends. Fails if the parent has ended already. Async-signal-safe.
+/// Makes the kernel send SIGKILL to the calling process as soon as the thread of its parent process
+/// that has forked it ends. Fails if the parent has ended already. Async-signal-safe.
 pub(super) fn die_with_parent(parent: Pid) -> io::Result<()> {
     prctl::set_pdeathsig(Signal::SIGKILL)?;
     if Pid::parent() != parent {

@@ -32,8 +32,8 @@ pub(in crate::agent) fn signal_handling_processes(pid: u32, signal: Signal) -> b
     is_sent
 }
 
-/// Sends `signal` to the nearest descendants of the process with this pid that have a handler for
-/// the signal. Returns whether any process got the signal.
+/// Sends `signal` to the first process with a handler for it on each path down the process tree
+/// from the process with this pid. Returns whether any process got the signal.
 fn signal_handling_descendants(pid: u32, signal: Signal) -> bool {
     let mut children: HashMap<i32, Vec<ProcessStat>> = HashMap::new();
     for process in list_processes() {

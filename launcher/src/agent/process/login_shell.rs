@@ -19,13 +19,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The interval at which the agent checks whether the login shell has ended, while no output
-/// arrives.
+/// The interval at which the agent checks whether a login shell that writes no output has ended.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// The number of bytes of the login shell's output that are read at once.
 const CHUNK_BYTES: usize = 16 << 10;
-/// The size, in bytes, of the last part of a script's stderr that is kept when a login shell runs
-/// the script.
+/// The number of bytes, from the end of the stderr of a script in a login shell, that the agent
+/// keeps.
 const MAX_STDERR_BYTES: usize = 8 << 10;
 
 /// The limits on the run time and the output size of a script in a login shell.

@@ -87,8 +87,8 @@ pub(super) fn take_foreground(terminal: BorrowedFd<'_>) -> io::Result<()> {
     Ok(result?)
 }
 
-/// Calls the function `change` while SIGTTOU is blocked in this thread, because the signal would
-/// stop a background process that changes the settings of its terminal. Async-signal-safe.
+/// Calls `change`, which changes the state of the terminal, with SIGTTOU blocked in this thread, so
+/// that the signal does not stop this background process. Async-signal-safe.
 fn with_sigttou_blocked(change: impl FnOnce()) {
     let (mut stop, mut before) = (SigSet::empty(), SigSet::empty());
     stop.add(Signal::SIGTTOU);

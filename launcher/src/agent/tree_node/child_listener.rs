@@ -26,8 +26,8 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// The largest number of incoming connections from other agents and hosts that perform the
-/// handshake, or fetch the executable of launch, at the same time. Further ones wait.
+/// The largest number of incoming connections that are served at the same time, each of which
+/// authenticates an agent or sends launch's executable to a host. Further ones wait.
 const MAX_HANDSHAKES: usize = 64;
 /// The pause after the agent has failed to accept a connection, for example because no file
 /// descriptor is free.
@@ -40,8 +40,8 @@ pub(super) struct ChildListener {
     state: Arc<ListenerState>,
 }
 
-/// The state that decides whether this agent accepts another agent below it in the tree: whether
-/// the controller can be reached, and how many agents are below already.
+/// The values from which this agent decides whether another agent may reach the controller through
+/// it, such as the number of agents that already do so.
 struct ListenerState {
     /// Whether the node has a way to the controller and accepts agents.
     is_connected: AtomicBool,
@@ -84,8 +84,8 @@ impl ChildListener {
         &self.addresses
     }
 
-    /// Records whether this agent can reach the controller, because it accepts other agents below
-    /// it in the tree only while it can.
+    /// Records whether this agent can reach the controller, which is the condition for accepting
+    /// agents that want to reach the controller through it.
     pub(super) fn set_connected(&self, is_connected: bool) {
         self.state.is_connected.store(is_connected, Ordering::Relaxed);
     }
@@ -97,8 +97,8 @@ impl ChildListener {
     }
 }
 
-/// Accepts connections of agents that want to reach the controller through this agent, until the
-/// async runtime ends.
+/// Accepts, in an endless loop, connections of agents that want to reach the controller through
+/// this agent and of hosts that request launch's executable.
 async fn accept_children(
     mut listeners: Vec<TcpListener>,
     state: Arc<ListenerState>,

@@ -33,12 +33,12 @@ const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// The longest pause before an agent tries again to connect to the same possible parent in the tree
 /// of agents.
 const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(2);
-/// The time limit for a new agent's attempts to connect to possible parents in the tree of agents,
-/// while these reject the agent.
+/// How long a new agent tries to connect to possible parents in the tree of agents, which may
+/// reject it at first, before the agent gives up.
 const MAX_FIRST_CONNECT_TIME: Duration = Duration::from_secs(20);
 
-/// After which kinds of failures an agent repeats its attempt to connect to a possible parent in
-/// the tree of agents.
+/// The kinds of failures after which an agent tries again to connect to a possible parent in the
+/// tree of agents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RetryPolicy {
     /// Attempts that the other agent has rejected, because it has no way to the controller at this
@@ -95,9 +95,9 @@ pub(super) async fn reconnect_to_parent(setup: &TreeSetup) -> diagnostic::Result
     race_possible_parents(setup, Duration::from_millis(setup.reconnect_ms), RetryPolicy::AllFailures).await
 }
 
-/// Tries to connect to all possible parents in the tree of agents, each attempt started a bit later
-/// than the one before, and returns the first connection that is accepted. A neighbour that does
-/// not answer delays no other one. Fails if no connection is accepted within `limit`.
+/// Tries to connect to all possible parents in the tree of agents, with a short delay between the
+/// starts, and returns the first accepted connection. A neighbour that does not answer delays no
+/// other one. Fails if no connection is accepted within `limit`.
 async fn race_possible_parents(
     setup: &TreeSetup,
     limit: Duration,
@@ -138,8 +138,8 @@ async fn race_possible_parents(
     Err(build_unreachable_error(setup, &failures.values().cloned().collect::<Vec<_>>()))
 }
 
-/// Calls the function `attempt`, which connects to one address, again after each failure until it
-/// succeeds or the policy `repetition` forbids a retry. Reports each failure to `record`.
+/// Calls `attempt`, which connects to one address, repeatedly until it succeeds or fails with an
+/// error after which `repetition` permits no retry. Reports each failure to `record`.
 async fn retry_address<T, F>(
     attempt: impl Fn() -> F,
     repetition: RetryPolicy,

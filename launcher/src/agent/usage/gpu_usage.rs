@@ -6,7 +6,8 @@ use std::{fs, path::Path};
 
 /// The path, relative to `/`, of the directory in sysfs in which the kernel lists graphics devices.
 const DRM_DIRECTORY: &str = "sys/class/drm";
-/// The prefix of the names of the device files through which programs compute on a GPU.
+/// The prefix of the names of DRM render nodes, which are the device files through which programs
+/// compute on GPUs.
 const RENDER_NODE_PREFIX: &str = "renderD";
 /// The largest number of AMD GPUs whose usage is read.
 const MAX_GPUS: usize = 64;

@@ -106,8 +106,8 @@ impl HostCounters {
         }
     }
 
-    /// Counts the bytes that network interfaces have received and sent, from the content of
-    /// `/proc/net/dev`.
+    /// Counts the bytes that all network interfaces except the loopback interface have received and
+    /// sent, from the content of `/proc/net/dev`.
     fn parse_net_dev(&mut self, text: &str) {
         for (name, columns) in text.lines().filter_map(|line| line.split_once(':')) {
             if name.trim() == "lo" {

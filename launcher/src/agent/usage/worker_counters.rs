@@ -5,18 +5,18 @@ use crate::{agent::activity::list_process_trees, discover::read_throttled_us};
 use protocol::control::WorkerUsage;
 use std::{collections::HashMap, fs, path::Path};
 
-/// The largest number of threads of a process for which the agent reads how long they have waited
-/// for a CPU.
+/// The largest number of threads per process whose waiting time for a CPU is measured.
 const MAX_THREADS: usize = 64;
 /// The largest number of processes of one worker whose resource usage is measured.
 const MAX_PROCESSES: usize = 64;
-/// The number of resource measurements per search for new child processes of a worker's program.
+/// How many times the resource usage of a worker's program is measured for each search for new
+/// child processes of the program.
 const SAMPLES_PER_CHILD_SEARCH: u32 = 5;
 /// The number of clock ticks per second, which is fixed on Linux (`USER_HZ`).
 const TICKS_PER_SECOND: u64 = 100;
 
-/// The sums of the kernel's counters of all processes of one worker, and whether its first process
-/// is stopped.
+/// The sums of memory, CPU time, waiting time and major page faults over one worker's processes,
+/// and whether the worker's first process is stopped.
 #[derive(Clone, Copy, Debug, Default)]
 struct WorkerProcessCounters {
     rss: u64,

@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 /// The keys and sections of job.yaml whose values may differ between the nodes of a run.
 const KEYS_THAT_MAY_DIFFER: [&str; 3] = ["cluster.hosts", "cluster.join", "run.workdir"];
 
-/// The text by which an error states that one node runs `launch check` while another node runs the
-/// job.
+/// The name that a node which runs `launch check` adds to its list of job keys, so that nodes that
+/// run the job notice the difference.
 const CHECK_COMMAND_SUBJECT: &str = "launch check";
 
 /// Returns each key of a job with a hash of its value, so that two nodes can compare their jobs

@@ -5,12 +5,11 @@ use diagnostic::{Diagnostic, codes::host};
 use jobspec::JoinSpec;
 use std::{io::Read, os::unix::fs::MetadataExt, path::Path};
 
-/// The constant text that is combined with the secret in a key file to derive the key by which
-/// joining nodes authenticate each other.
+/// The context string for deriving the key by which joining nodes authenticate each other from the
+/// secret in a key file.
 const KEY_FILE_CONTEXT: &str = "launch 2026 join key file";
-/// The constant text from which joining nodes derive their key if there is no key file; the key
-/// protects only against connections by mistake. The key is not secret, because this text is
-/// public.
+/// The constant text from which joining nodes without a key file derive their common key, which
+/// prevents only accidental connections. The key is not secret, because this text is public.
 const INSECURE_KEY_CONTEXT: &str = "launch 2026 join without a key";
 /// The smallest permitted length, in bytes, of the secret in the key file that the nodes of a run
 /// share.

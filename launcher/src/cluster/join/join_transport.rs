@@ -102,9 +102,9 @@ impl JoinTransport {
         Ok(Some(far))
     }
 
-    /// Permits the node with the node rank `rank` to join the run, and returns the streams that
-    /// lead to the agent of that node once the node has joined. The streams end if the node does
-    /// not join in time.
+    /// Permits the node with the node rank `rank` to join the run, and returns the byte streams
+    /// between the controller and that node's agent. The streams end if the node does not join in
+    /// time.
     fn open_node_slot(&self, rank: u32, name: &str, stderr: AgentOutput) -> AgentProcess {
         let PendingAgent { input, output, slot } = PendingAgent::new(name);
         let expired = self.context.lock_table().open_slot(rank, slot.clone(), Instant::now());
@@ -119,7 +119,8 @@ impl JoinTransport {
     }
 }
 
-/// Writes messages about joining nodes to the stream that the controller shows to the user.
+/// Copies the messages about joining nodes, one per line, from a queue to the stream whose content
+/// the controller shows to the user.
 async fn write_user_lines(mut lines: mpsc::Receiver<String>, mut stream: DuplexStream) {
     while let Some(line) = lines.recv().await {
         // An error means that the controller has ended.
@@ -160,8 +161,8 @@ impl Transport for JoinTransport {
     }
 }
 
-/// The controller's handle of the connection to the agent of one node, which exists even before the
-/// node has joined the run.
+/// The handle by which the controller closes the connection to one node's agent, or learns that the
+/// node did not join in time.
 struct PendingNodeConnection {
     slot: AgentConnectionSlot,
     /// Whether the slot was closed because the node did not join in time.

@@ -23,8 +23,8 @@ const MPI_VARIABLE_PREFIXES: &[&str] = &[
     "PRTE_",
 ];
 
-/// Returns whether the environment variable `name` is one in which a launcher, such as mpirun,
-/// stores a process's rank or other properties.
+/// Returns whether a launcher such as mpirun uses the environment variable `name` to describe one
+/// process, for example its rank.
 pub(super) fn is_process_variable(name: &str) -> bool {
     MPI_VARIABLE_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }

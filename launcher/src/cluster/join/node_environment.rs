@@ -38,8 +38,8 @@ pub(crate) struct SchedulerVariables {
     pub(crate) first_host: Option<String>,
 }
 
-/// The number of nodes, the rank of this node and the number of tasks in the scheduler's step (such
-/// as a Slurm step) that contains this process.
+/// What a scheduler's variables state about the step (such as a Slurm step) that contains this
+/// process: numbers of nodes and tasks, and this node's rank.
 #[derive(Clone, Debug)]
 pub(crate) struct StepVariables {
     /// The names of the variables, for messages.
@@ -49,8 +49,8 @@ pub(crate) struct StepVariables {
     pub(crate) tasks: u32,
 }
 
-/// The inputs of [`find_node_environment`]: environment variables, files, this machine's host name,
-/// and the variables of the scheduler.
+/// The environment variables, files and host name from which launch detects that another launcher
+/// has started it as one of several nodes.
 pub(crate) struct ProcessEnvironment<'a> {
     /// Returns the value of an environment variable.
     pub(crate) get: &'a dyn Fn(&str) -> Option<String>,
@@ -154,8 +154,8 @@ pub(crate) fn find_node_environment(
 }
 
 impl NodeEnvironment {
-    /// Returns the description of this node if the run has several or an unknown number of nodes,
-    /// and `None` if it has a single node.
+    /// Returns this value if the run has several nodes or an unknown number of nodes, and `None` if
+    /// it has a single node.
     fn only_if_multi_node(self) -> Option<NodeEnvironment> {
         (self.nodes.is_none_or(|nodes| nodes.max > 1)).then_some(self)
     }

@@ -32,8 +32,8 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// The interval at which node 0 decides again about nodes that wait to join, and about the end of
-/// the wait for missing nodes. Also the pause after a failed accept.
+/// The interval at which node 0 checks again whether a waiting node may join the run, and whether
+/// the time limit for missing nodes has passed. Also the pause after a failed accept.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// How long node 0 waits for nodes before it first shows the user which ones are missing.
 const FIRST_REPORT_DELAY: Duration = Duration::from_secs(10);
@@ -148,8 +148,8 @@ pub(super) async fn accept_nodes(mut listeners: Vec<TcpListener>, context: Arc<J
     }
 }
 
-/// Shows the user which nodes have not joined the run yet, if the time `report_at` for the next
-/// such message has come.
+/// Shows the user which nodes have not joined the run yet if the time `report_at` has come, and
+/// sets `report_at` to the time of the next message.
 fn report_missing_nodes(context: &JoinContext, report_at: &mut Instant) {
     let awaited = context.lock_table().list_awaited_ranks();
     let now = Instant::now();
@@ -203,8 +203,8 @@ async fn authenticate_and_read_request(
     }
 }
 
-/// The claim of a joining node's connection to a node rank in the run, which is released when this
-/// value is dropped.
+/// The reservation of a node rank in the run for one connection of a joining node, which ends when
+/// this value is dropped.
 struct SlotClaimGuard<'a> {
     number: ConnectionNumber,
     context: &'a JoinContext,
@@ -284,8 +284,8 @@ async fn send_answer(connection: &mut AgentConnection, answer: &JoinAnswer) -> b
     matches!(timeout(HANDSHAKE_TIMEOUT, send).await, Ok(Ok(())))
 }
 
-/// Waits until a joining node closes its connection or sends data (returns `true`), or until
-/// [`RETRY_INTERVAL`] has passed (returns `false`).
+/// Waits for [`RETRY_INTERVAL`], and returns `true` early if the joining node closes its connection
+/// or sends data before.
 async fn wait_until_closed_or_retry(connection: &mut AgentConnection) -> bool {
     let mut byte = [0];
     tokio::select! {

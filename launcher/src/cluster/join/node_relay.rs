@@ -58,7 +58,7 @@ pub(super) enum NodeEndReason {
 /// end of the stream, or an error.
 type IncomingMessage<T> = ((), Result<Option<T>, FrameError>);
 
-/// A message between node 0 and this node's agent, with the place that is reserved for it in the
+/// A message between node 0 and this node's agent, with a reserved place for the message in the
 /// queue of its receiver. The message is `None` at the end of the stream, and the place is `None`
 /// if the queue is closed.
 type MessageWithQueuePlace<T> = (Option<T>, Option<mpsc::OwnedPermit<T>>);
@@ -151,8 +151,8 @@ impl NodeRelay {
         self.determine_node_end()
     }
 
-    /// Returns the reason why this node no longer takes part in the run, once the agent of the node
-    /// has ended.
+    /// Returns why this node no longer takes part in the run, such as a signal, a failed agent or a
+    /// lost controller, once the node's agent has ended.
     fn determine_node_end(self) -> NodeEndReason {
         let how = |status| format!("was {}", describe_process_end(status, false));
         match (self.end, self.signalled.filter(|_| self.is_killed), self.failure) {
@@ -251,7 +251,7 @@ impl NodeRelay {
     }
 }
 
-/// Reserves a place in `queue` and then receives the next message from `from`, so that the caller
+/// Waits for free space in `queue` and then for the next message from `from`, so that the caller
 /// can queue the message without waiting. Cancel-safe. Returns no place if the queue is closed, and
 /// no message at the end of the stream.
 async fn receive_with_reserved_place<T>(

@@ -33,8 +33,8 @@ impl NodeSignals {
         }
     }
 
-    /// Waits for a signal that ends launch on this node (returns an exit code), or for the end of a
-    /// child process (returns `None`). Cancel-safe.
+    /// Waits for the end of a child process or for a signal that ends launch on this node, and
+    /// returns the exit code for such a signal. Cancel-safe.
     pub(super) async fn receive_end_or_child_signal(&mut self) -> Option<u8> {
         tokio::select! {
             _ = self.interrupt.recv() => Some(exit::INTERRUPTED),

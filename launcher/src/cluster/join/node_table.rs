@@ -13,8 +13,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time after a second node claims a node rank in which messages of the first node with this
-/// rank do not prove that it is alive. The first node may have sent them before it died.
+/// How long, after a second node has asked for the node rank of a first node, messages of the first
+/// node do not prove that it is alive. The first node may have sent them before it died.
 const LATE_MESSAGE_WINDOW: Duration = Duration::from_millis(1500);
 /// How long a node that asks for no particular node rank waits for a free rank in the run before
 /// node 0 rejects it. After this time the node is rejected.
@@ -60,8 +60,8 @@ pub(super) enum JoinDecision {
     Full,
 }
 
-/// What node 0 records about one node of the job: whether the node has joined, and which connection
-/// has a claim to its place.
+/// The record of node 0 about one node rank: whether a node has joined with this rank, and which
+/// other connection wants to join with it.
 #[derive(Default)]
 struct NodeTableEntry {
     /// The slot for the node's connection that the controller opened most recently; `None` before
@@ -111,9 +111,9 @@ impl NodeTable {
         NodeTable { entries, min_nodes: min_nodes as usize, timeout, last_call, enough_since: None }
     }
 
-    /// Permits a node to join with the node rank `rank` from now on, and stores `slot`, which
-    /// passes the node's connection to the controller. Returns a flag that becomes `true` if the
-    /// slot is closed because no node joined in time.
+    /// Permits a node to join with the node rank `rank` from now on, and stores `slot`, through
+    /// which the controller then gets the node's connection. Returns a flag that becomes `true` if
+    /// the slot is closed because no node joined in time.
     pub(super) fn open_slot(
         &mut self,
         rank: u32,
@@ -201,8 +201,9 @@ impl NodeTable {
         }
     }
 
-    /// Cancels the claim, or the wait, of the connection with the number `number` for a node's
-    /// place in the run. `host` is the host name of its node if the node has joined.
+    /// Cancels the reservation of a node rank by the connection with the number `number`, and the
+    /// wait of this connection for a node rank. `host` is the host name of its node if the node has
+    /// joined.
     pub(super) fn release_claims(&mut self, number: ConnectionNumber, host: Option<&str>) {
         for entry in &mut self.entries {
             if entry.claim == Some(number) {
@@ -213,8 +214,8 @@ impl NodeTable {
         }
     }
 
-    /// Ends the wait for nodes that have not joined the run in time, by closing the slots (places
-    /// for connections) that await them.
+    /// Stops waiting for nodes that have not joined the run in time, so that the controller learns
+    /// that they are missing.
     pub(super) fn close_slots_of_missing_nodes(&mut self, now: Instant) {
         let joined = 1 + self.entries.iter().filter(|entry| entry.is_connected()).count();
         self.enough_since = if joined >= self.min_nodes { self.enough_since.or(Some(now)) } else { None };

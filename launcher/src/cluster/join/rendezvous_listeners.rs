@@ -15,9 +15,9 @@ use std::{
 /// node 0, to answer which job it runs.
 const OTHER_JOB_QUERY_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Resolves the rendezvous address (at which node 0 listens), and returns those of its IP addresses
-/// that belong to this machine. Blocks for the resolution of the name. A name that cannot be
-/// resolved has no addresses.
+/// Resolves the host name of the rendezvous address, at which node 0 listens, and returns the
+/// resulting addresses that belong to this machine. Blocks for the resolution of the name. A name
+/// that cannot be resolved has no addresses.
 pub(super) fn find_own_addresses(address: &RendezvousAddress) -> Vec<SocketAddr> {
     let known: Vec<IpAddr> =
         list_interface_addresses().into_iter().map(|interface| interface.address).collect();
@@ -33,10 +33,10 @@ pub(super) fn find_own_addresses(address: &RendezvousAddress) -> Vec<SocketAddr>
     found
 }
 
-/// Opens the TCP listeners of node 0, at this machine's rendezvous addresses or, if other nodes
-/// could not reach these, at every address. Fails if the port is in use. The error names the job
-/// that uses the port if it has the same key. `(nodes, job)` are the number of nodes and the keys
-/// of the job.
+/// Opens the TCP listeners of node 0 at the rendezvous addresses of this machine or, if other nodes
+/// cannot reach these, at all addresses. Fails if the port is in use. The error names the job that
+/// uses the port if it has the same key. `(nodes, job)` are the number of nodes and the keys of the
+/// job.
 pub(super) fn open_node_0_listeners(
     address: &RendezvousAddress,
     key: &HandshakeKey,
@@ -82,9 +82,9 @@ pub(super) fn open_node_0_listeners(
     Ok(listeners)
 }
 
-/// Returns whether node 0 must listen at every address of its machine, because other nodes cannot
-/// reach it at the rendezvous address alone. `local` are the addresses of the rendezvous host
-/// `host` that belong to the machine.
+/// Returns whether node 0 must listen at all addresses of its machine, because other nodes cannot
+/// reach any address in `local`, its rendezvous addresses. `local` are the addresses of the
+/// rendezvous host `host` that belong to the machine.
 ///
 /// This is the case if the machine has no such address, as with the address of a load balancer. It
 /// is also the case if only this machine resolves its name to the loopback interface, as Debian's

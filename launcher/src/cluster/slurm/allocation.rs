@@ -88,8 +88,8 @@ impl SlurmAllocation {
         self.groups.iter().flat_map(|group| &group.nodes)
     }
 
-    /// Returns whether the number of GPUs is unknown for some node on which every Slurm step
-    /// (`srun`) must request its GPUs.
+    /// Returns whether there is a node whose GPUs must be requested by each Slurm step (`srun`) but
+    /// whose number of GPUs is unknown.
     pub(super) fn lacks_gpu_requests(&self) -> bool {
         self.nodes().any(|node| node.requires_gpu_request && node.gpus.is_none())
     }
@@ -99,10 +99,10 @@ impl SlurmAllocation {
         self.nodes().any(|node| node.gpus.is_none())
     }
 
-    /// Sets the number of GPUs of each node for which the number is still unknown, from the counts
-    /// in `job` that Slurm has reported. A step must request these GPUs if the job did not. If the
-    /// job has no GPUs at all, Slurm may not know the GPUs of the nodes, and only their agents can
-    /// count them. If only some nodes have GPUs, Slurm 22.05 rejects each request of a step.
+    /// Sets the unknown numbers of GPUs of the allocation's nodes to the numbers that Slurm has
+    /// reported in `job`. A step must request these GPUs if the job did not. If the job has no GPUs
+    /// at all, Slurm may not know the GPUs of the nodes, and only their agents can count them. If
+    /// only some nodes have GPUs, Slurm 22.05 rejects each request of a step.
     pub(super) fn set_gpu_counts(&mut self, job: &SlurmJobGpus) {
         let are_known = job.counts.values().any(|count| *count > 0);
         let have_all = self.nodes().all(|node| job.counts.get(&node.name).is_some_and(|count| *count > 0));
@@ -114,9 +114,9 @@ impl SlurmAllocation {
         }
     }
 
-    /// Assumes that nodes with an unknown number of GPUs have as many as the node of the batch
-    /// script, because Slurm has not answered. Returns a warning with the error `cause` of Slurm,
-    /// or `None` if nothing shows that the job has GPUs.
+    /// Assumes that each node with an unknown number of GPUs has as many GPUs as the node of the
+    /// batch script, because Slurm did not report the number. Returns a warning with the error
+    /// `cause` of Slurm, or `None` if nothing shows that the job has GPUs.
     pub(super) fn assume_equal_gpu_counts(&mut self, cause: &Diagnostic) -> Option<Diagnostic> {
         let gpus = self.groups.iter().find_map(|group| group.gpus_on_batch_node).filter(|gpus| *gpus > 0)?;
         for group in &mut self.groups {
@@ -318,8 +318,9 @@ fn is_node_name(name: &str) -> bool {
     (1..=MAX_NAME_BYTES).contains(&name.len()) && !name.starts_with('-') && name.bytes().all(is_allowed)
 }
 
-/// Parses untrusted values of Slurm's environment variables, so that a fuzzer can test the parser.
-/// The lines of `text` are the node list, tasks per node, CPUs per node, and number of groups.
+/// Parses untrusted values of Slurm's environment variables and discards the result, so that a
+/// fuzzer can find errors in the parser. The lines of `text` are the node list, tasks per node,
+/// CPUs per node, and number of groups.
 pub(crate) fn parse_untrusted_variables(text: &str) -> diagnostic::Result<()> {
     let mut lines = text.lines();
     let names = ["SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE", "SLURM_HET_SIZE"];

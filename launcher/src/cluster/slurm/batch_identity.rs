@@ -3,8 +3,9 @@
 use super::allocation::{parse_number, read_job_id_and_restarts};
 use protocol::control::BatchJobRecord;
 
-/// The largest id of a Slurm job that belongs to one cluster only; jobs of a federation of clusters
-/// have larger ids. In larger ids, the upper bits are the number of a cluster of the federation.
+/// The largest id of a Slurm job outside of a federation of Slurm clusters, because ids within a
+/// federation are larger. In larger ids, the upper bits are the number of a cluster of the
+/// federation.
 const MAX_LOCAL_JOB_ID: u64 = (1 << 26) - 1;
 /// The longest name of a Slurm cluster, in bytes, that becomes part of the identity of a batch job.
 const MAX_CLUSTER_BYTES: usize = 128;

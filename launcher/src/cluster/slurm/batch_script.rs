@@ -75,8 +75,8 @@ pub(super) fn build_batch_script(request: SubmitRequest<'_>) -> Result<BatchScri
     Ok(script)
 }
 
-/// Fails if a job cannot run from a Slurm batch script, because of its `cluster.hosts` (`join`, or
-/// `local` with several nodes) or a missing working directory.
+/// Fails if a job cannot run from a Slurm batch script, for example because its hosts join
+/// (`cluster.hosts: join`) or its working directory is missing.
 fn check_job_is_batchable(job: &JobSpec) -> diagnostic::Result<()> {
     if job.cluster.hosts == HostSelection::Local && job.slurm.nodes > 1 {
         let message =
@@ -117,7 +117,8 @@ fn resolve_absolute_path(path: &Path) -> diagnostic::Result<PathBuf> {
     })
 }
 
-/// Returns the directory in which the Slurm batch job writes its output file.
+/// Returns the directory for the output file of the Slurm batch job, which is the part of
+/// `run.logs.dir` that all runs of the job share.
 ///
 /// The directory is the part of `run.logs.dir` before `{run}`, which all runs of the job have in
 /// common.

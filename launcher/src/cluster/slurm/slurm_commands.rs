@@ -14,8 +14,8 @@ use std::{
     time::Duration,
 };
 
-/// The time before the planned end of a Slurm job in which SIGTERM means that the job is about to
-/// reach its time limit. The default of `slurm.signal_time` is as long.
+/// How long before the planned end of a Slurm job a SIGTERM is taken as the announcement that the
+/// job reaches its time limit. The default of `slurm.signal_time` is as long.
 const TIME_LIMIT_WINDOW: Duration = Duration::from_secs(120);
 
 /// Submits the batch script `script` to Slurm's queue with `sbatch OPTIONS…`. Returns the id of the

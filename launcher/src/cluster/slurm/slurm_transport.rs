@@ -67,8 +67,8 @@ impl SlurmTransport {
         }
     }
 
-    /// Divides the nodes `hosts` of the allocation into groups, in each of which one Slurm step
-    /// (`srun`) starts the agents. Ignores names of other hosts.
+    /// Divides the nodes `hosts` into groups, and returns for each group the Slurm step (`srun`)
+    /// that starts the agents on its nodes. Ignores names of other hosts.
     ///
     /// A step holds the nodes of one heterogeneous group. If steps must request GPUs and the nodes
     /// have different numbers of GPUs, each node gets a separate step.
@@ -177,13 +177,13 @@ fn select_withheld_variables(run: &RunSpec, names: Vec<String>) -> Vec<String> {
     names.into_iter().filter(is_withheld).collect()
 }
 
-/// Returns whether an environment variable may be a secret, which workers get through the encrypted
-/// control connection and not through srun. Such variables are those to which `run.env` refers, and
-/// those with the name of a secret that `run.pass_env` selects. Variables that Slurm and the agents
-/// need, such as `PATH`, are never among them.
+/// Returns whether an environment variable may be a secret, so that workers must get it over the
+/// encrypted control connection instead of through srun. Such variables are those to which
+/// `run.env` refers, and those with the name of a secret that `run.pass_env` selects. Variables
+/// that Slurm and the agents need, such as `PATH`, are never among them.
 fn is_withheld_from_srun(run: &RunSpec, name: &str) -> bool {
-    /// The environment variables that Slurm and the agents need, and which srun therefore gets even
-    /// if they could be secrets.
+    /// The names of environment variables that srun always gets, because Slurm and the agents need
+    /// them, even if the job treats them as secrets.
     const VARIABLES_NEEDED_BY_SRUN: [&str; 6] = ["HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER"];
     if VARIABLES_NEEDED_BY_SRUN.contains(&name) || name.starts_with("SLURM") {
         return false;
@@ -218,9 +218,9 @@ impl Transport for SlurmTransport {
         hosts.iter().map(take_result).collect()
     }
 
-    /// Adds the hosts `names` of a run, which this controller takes over, to the nodes of the Slurm
-    /// allocation that are known so far. In a step of some nodes, `SLURM_JOB_NODELIST` has only the
-    /// nodes of the step. Slurm itself rejects nodes that the job does not have.
+    /// Adds the hosts `names` of a run that this controller takes over to the known nodes of the
+    /// Slurm allocation. In a step of some nodes, `SLURM_JOB_NODELIST` has only the nodes of the
+    /// step. Slurm itself rejects nodes that the job does not have.
     fn add_adopted_hosts(&mut self, names: &[String]) {
         let groups = &mut self.allocation.groups;
         let has_node = |groups: &[SlurmNodeGroup], name: &String| {

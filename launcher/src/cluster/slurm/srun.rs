@@ -18,8 +18,8 @@ pub(super) struct StepNodesAndGpus {
     pub(super) names: Vec<String>,
 }
 
-/// The GPU option with which srun requests the GPUs of a step, in a Slurm job that requested GPUs
-/// per task.
+/// The number of GPUs that a Slurm step requests through srun, either for each node of the step or
+/// for its only node.
 ///
 /// Slurm 22.05 grants all GPUs of a node to a step through one of two options. Which one works
 /// depends on whether all nodes of the job have the same number of GPUs.
@@ -75,8 +75,8 @@ fn generate_copy_path(job: u64) -> diagnostic::Result<String> {
     Ok(format!("/tmp/launch-{job}-{:032x}", u128::from_ne_bytes(bytes)))
 }
 
-/// The environment variables that are removed from srun's environment, because Slurm or a user
-/// could change options of srun by them. The transport removes them from the environment of srun.
+/// The environment variables that srun must not get, because they could change the options of the
+/// step in which srun starts the agents. The transport removes them from the environment of srun.
 ///
 /// Slurm or a batch script sets these variables for the steps of the script. In the step of the
 /// agents, the variables could request one GPU or one CPU, or another placement than one task on

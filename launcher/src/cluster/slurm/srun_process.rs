@@ -1,5 +1,5 @@
-//! [`SrunProcess`]: a running `srun` whose tasks are the agents on the nodes, from its start to its
-//! exit status.
+//! [`SrunProcess`]: a running `srun` command whose tasks are the agents on the nodes, with its
+//! output and exit status.
 use super::{
     slurm_commands::build_start_error,
     srun::{self, REMOVED_ENV_VARIABLES},
@@ -21,15 +21,15 @@ use tokio::{
 
 /// How many of the last output lines of srun and its agents are kept for error messages.
 const TAIL_LINES: usize = 5;
-/// The length, in bytes, up to which a line of srun's output stays one line. A longer line is split
-/// into several lines.
+/// The length, in bytes, above which a line of srun's output is split into several lines. A longer
+/// line is split into several lines.
 const MAX_LINE_BYTES: u64 = 4 << 10;
 /// The number of bytes of srun's output that may wait until the controller reads them. Once the
 /// buffer is full, no more output of srun is read.
 const MAX_WAITING_OUTPUT_BYTES: usize = 16 << 10;
 
-/// The largest number of launch's own warnings that may wait until they are inserted into srun's
-/// output. Further ones are dropped.
+/// The largest number of launch's warnings that may wait in a queue until they are added to srun's
+/// output, which the user sees. Further ones are dropped.
 const WARNING_CAPACITY: usize = 16;
 
 /// A running `srun` process whose tasks are agents, with its last lines of output and its exit
@@ -122,8 +122,8 @@ impl SrunProcess {
         self.exit_status.send_replace(Some(status));
     }
 
-    /// Returns a channel that contains the exit status of srun as soon as srun was reaped, so that
-    /// tasks can wait for it.
+    /// Returns a channel through which tasks can wait for the exit status of srun, which is sent
+    /// once srun was reaped.
     pub(super) fn exit_receiver(&self) -> watch::Receiver<Option<ExitStatus>> {
         self.exit_status.subscribe()
     }
@@ -146,8 +146,9 @@ impl SrunProcess {
         self.failed_nodes.lock().unwrap_or_else(PoisonError::into_inner).contains(node)
     }
 
-    /// Records a line of srun's output among the last lines, which error messages contain. Also
-    /// records the nodes on which the line reports a failed task.
+    /// Adds a line of srun's output to the stored last lines, which error messages contain, and
+    /// removes the oldest line if there are too many. Also records the nodes on which the line
+    /// reports a failed task.
     fn record_line(&self, line: &str) {
         let mut failed = self.failed_nodes.lock().unwrap_or_else(PoisonError::into_inner);
         failed.extend(srun::parse_failed_nodes(line));

@@ -26,8 +26,8 @@ use tokio::{
 /// the controller asks why the stream has ended.
 const STEP_EXIT_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// The controller's handle of the connection to one agent in a Slurm step, which exists even before
-/// the agent has connected.
+/// The handle by which the controller closes the connection to one agent in a Slurm step, or learns
+/// why the agent failed.
 pub(super) struct SlurmAgentConnection {
     pub(super) slot: AgentConnectionSlot,
     pub(super) step: Arc<SrunProcess>,
@@ -88,8 +88,8 @@ pub(super) struct SlurmAgentReader {
     pub(super) end: Option<PostponedStreamEnd>,
 }
 
-/// The end of an agent's stream, which is held back from the controller until srun has ended or a
-/// deadline has passed.
+/// The result of the last read from an agent, which is returned to the controller only after srun
+/// has ended or a deadline has passed.
 pub(super) struct PostponedStreamEnd {
     result: io::Result<()>,
     deadline: Pin<Box<Sleep>>,

@@ -118,8 +118,8 @@ async fn authenticate_and_connect_agent(
     Ok(())
 }
 
-/// Formats a warning that lists the addresses `omitted` of this machine, to which agents do not
-/// connect because the machine has too many addresses.
+/// Formats a warning that agents do not try the addresses `omitted` of this machine, because the
+/// machine has more addresses than agents try.
 pub(super) fn format_omitted_addresses_warning(omitted: &[IpAddr]) -> String {
     let list: Vec<String> = omitted.iter().map(IpAddr::to_string).collect();
     format!(

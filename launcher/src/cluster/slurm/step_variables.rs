@@ -1,5 +1,5 @@
-//! [`read_slurm_variables`]: determines from Slurm's environment variables whether launch runs
-//! in an allocation, and whether srun has started launch once for each of several tasks.
+//! [`read_slurm_variables`]: determines from Slurm's environment variables in which allocation and
+//! step launch runs, and how many tasks the step has.
 use super::allocation::expand_node_list;
 use crate::cluster::join::{SchedulerVariables, StepVariables};
 

@@ -42,14 +42,14 @@ use std::{
 const ANSWER_TIMEOUT_MS: u32 = 30_000;
 /// The time without progress after which copying the executable of launch to a host over SSH fails.
 const COPY_STALL_TIMEOUT: Duration = Duration::from_secs(60);
-/// The slowest accepted rate, in bytes per second, at which the executable of launch is copied to a
-/// host before the copy fails. The time limit of a copy grows with the size of the executable.
+/// The rate, in bytes per second, from which the time limit for copying launch's executable to a
+/// host is computed. The time limit of a copy grows with the size of the executable.
 const MIN_COPY_BYTES_PER_SECOND: u64 = 128 << 10;
-/// The slowest accepted rate, in bytes per second, at which a host checks the copy of launch's
-/// executable that it has received.
+/// The rate, in bytes per second, from which the time limit for a host to verify its copy of
+/// launch's executable is computed.
 const MIN_CHECKED_BYTES_PER_SECOND: u64 = 1 << 20;
-/// The time limit, in milliseconds, for a new agent to connect to another agent in the tree of
-/// agents, through which the new one reaches the controller.
+/// The time limit, in milliseconds, within which a new agent must connect to another agent that
+/// passes its messages on to the controller.
 const TREE_JOIN_TIMEOUT_MS: u32 = 30_000;
 /// The largest number of bytes that the login shell of a host may print before launch's script on
 /// the host answers. The start of the agent fails if the shell prints more.
@@ -111,8 +111,8 @@ pub(super) struct RemoteAgent {
     pub(super) leftover: Vec<u8>,
 }
 
-/// The inputs for starting an agent over SSH: the host, the SSH session, launch's executable, and
-/// the record of the connection's progress.
+/// The host, the SSH session, launch's executable and the progress record of the connection, from
+/// which an agent is started over SSH.
 pub(super) struct AgentStartInputs<'a> {
     pub(super) target: &'a SshTarget,
     pub(super) session: &'a SshSession,
@@ -193,8 +193,8 @@ fn build_tree_join_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
     build_ssh_error(target, host::TREE_PARENT_UNREACHABLE, message).with_cause(error).with_remedy()
 }
 
-/// The time limit for an answer line from a script on a host, with the advice to the user if the
-/// answer is late.
+/// The time limit for an answer line from a script on a host, with the advice that the error
+/// contains if the answer comes too late.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct AwaitedAnswer {
     limit_ms: u32,
@@ -210,9 +210,9 @@ impl AwaitedAnswer {
         AwaitedAnswer { limit_ms: ANSWER_TIMEOUT_MS, help }
     }
 
-    /// Returns the time limit and the advice for the answer line that a host has a complete and
-    /// checked copy of launch's executable, of `size` bytes. The host may have to fetch the copy
-    /// from another host for `fetch_s` seconds before.
+    /// Returns how long to wait for a host to report a complete and verified copy of launch's
+    /// executable, and the advice to the user if the report is late. The host may have to fetch the
+    /// copy from another host for `fetch_s` seconds before.
     fn of_copy(size: u64, fetch_s: u32) -> AwaitedAnswer {
         let check_ms = size.div_ceil(MIN_CHECKED_BYTES_PER_SECOND).saturating_mul(1000);
         let check_ms = u32::try_from(check_ms).unwrap_or(u32::MAX);

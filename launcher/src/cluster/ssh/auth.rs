@@ -83,9 +83,9 @@ struct LoginAttempts {
 }
 
 impl LoginAttempts {
-    /// Tries to log in to the SSH server with the key that is called `name`, by calling the
-    /// function `login`, and records a failure. Skips the key if [`MAX_OFFERED_KEYS`] keys were
-    /// offered already. Returns whether the login succeeded.
+    /// Tries to log in to the SSH server with the key called `name` by calling `login`, and records
+    /// why the key failed. Skips the key if [`MAX_OFFERED_KEYS`] keys were offered already. Returns
+    /// whether the login succeeded.
     fn offer_key(&mut self, name: String, login: impl FnOnce() -> Result<(), ssh2::Error>) -> bool {
         if self.offered >= MAX_OFFERED_KEYS {
             self.record_result(format!("{name} was not tried (at most {MAX_OFFERED_KEYS} keys are)"));

@@ -113,8 +113,8 @@ impl RelayBuffer {
     }
 }
 
-/// The state of the local input for a process on a host: open, ended, or ended and reported to the
-/// SSH server as EOF.
+/// The state of the input for a process on a host: still open, ended on this machine, or also
+/// reported as ended to the SSH server.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum RelayInputState {
     Open,
@@ -175,8 +175,8 @@ impl ChannelRelay<'_> {
         }
     }
 
-    /// Reads available input for the remote process from the local sockets, and writes buffered
-    /// output of the remote process to them. Returns whether any bytes moved.
+    /// Reads available input for the remote process from the local sockets, and writes the remote
+    /// process's buffered output to the local sockets. Returns whether any bytes moved.
     fn relay_local_sockets(&mut self) -> io::Result<bool> {
         let mut progressed = false;
         if self.input == RelayInputState::Open && self.to_host.is_empty() {
@@ -210,8 +210,8 @@ impl ChannelRelay<'_> {
         Ok(progressed)
     }
 
-    /// Performs one operation on the SSH channel (write, send EOF, read stdout or read stderr), if
-    /// its buffer has bytes or space for it. Returns whether the operation progressed.
+    /// Performs the operation `op` on the SSH channel (write, send EOF, read stdout or read stderr)
+    /// if the relay's buffers permit it. Returns whether the operation progressed.
     fn run_session_op(&mut self, op: SshSessionOp) -> io::Result<bool> {
         let result = match op {
             SshSessionOp::Write if !self.to_host.is_empty() => {
@@ -287,8 +287,8 @@ impl ChannelRelay<'_> {
     }
 }
 
-/// Converts the errors `WouldBlock` and `Interrupted` of a nonblocking I/O operation to `Ok(None)`,
-/// because the caller can repeat the operation. Passes other errors on.
+/// Converts the I/O errors `WouldBlock` and `Interrupted` to `Ok(None)`, which means that the
+/// nonblocking operation can be repeated later. Passes other errors on.
 pub(super) fn none_if_would_block<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),

@@ -23,8 +23,8 @@ pub(super) fn describe_external_client(target: &SshTarget) -> Option<String> {
     })
 }
 
-/// Whether the user was already informed, for any host of the job, that launch uses OpenSSH's
-/// client. Only the first host that needs this client shows the notice.
+/// The record of whether the user was already informed that launch uses OpenSSH's client for hosts
+/// of the job. Only the first host that needs this client shows the notice.
 #[derive(Debug, Default)]
 pub(super) struct OpenSshNotice {
     is_shown: AtomicBool,
@@ -58,8 +58,8 @@ pub(super) struct StderrAfterNotice {
 }
 
 impl StderrAfterNotice {
-    /// Creates a stream that returns a notice about OpenSSH's client and then `stderr`, and the
-    /// sender that passes the notice to this stream.
+    /// Creates a stream that returns a notice about OpenSSH's client and then the agent's `stderr`,
+    /// with the channel through which the notice is passed.
     pub(super) fn new(stderr: AgentOutput) -> (oneshot::Sender<String>, StderrAfterNotice) {
         let (sender, receiver) = oneshot::channel();
         (sender, StderrAfterNotice { notice: Some(receiver), text: Vec::new(), stderr })

@@ -38,9 +38,9 @@ const HOST_KEY_ALGORITHMS: &str = "ssh-ed25519,ecdsa-sha2-nistp256,ecdsa-sha2-ni
 /// How long, in milliseconds, data that were sent to an SSH server may stay unacknowledged before
 /// the kernel closes the TCP connection.
 const TCP_USER_TIMEOUT_MS: u32 = 30_000;
-/// How many times launch tries to connect to an SSH server that closes the connection before it
-/// sends its banner. A server with too many connections does so. The failure of the last attempt is
-/// an error.
+/// The number of attempts to connect to an SSH server that closes each connection without sending
+/// its banner. A server with too many connections does so. The failure of the last attempt is an
+/// error.
 const MAX_CONNECT_ATTEMPTS: u32 = 6;
 /// The pause before the second attempt to connect to an SSH server that has closed the connection
 /// without sending its banner. The pause doubles with each further attempt.
@@ -77,9 +77,9 @@ pub(super) fn open_session(target: &SshTarget, progress: &ConnectionProgress) ->
     open_session_with_hop(target, target, previous, progress)
 }
 
-/// Opens an SSH session with the server `hop`, which is either the host `target` or one of the jump
-/// hosts before this host. Connects through the session with the previous hop, or directly if
-/// `previous` is `None`. Retries a direct connection that the server closes before its banner.
+/// Opens an SSH session with the server `hop`, which is the host `target` itself or a jump host on
+/// the way to it. Connects through the session with the previous hop, or directly if `previous` is
+/// `None`. Retries a direct connection that the server closes before its banner.
 fn open_session_with_hop(
     target: &SshTarget,
     hop: &SshTarget,
@@ -347,8 +347,8 @@ fn store_host_key(target: &SshTarget, key_type: &str, key: &str) -> diagnostic::
     })
 }
 
-/// Builds the error that the key which an SSH server has presented is not accepted, because of
-/// `status`, the result of the check.
+/// Builds the error that the key of an SSH server is not accepted, for example because known_hosts
+/// files contain another key for the host.
 fn build_host_key_error(
     target: &SshTarget,
     status: HostKeyStatus,

@@ -1,5 +1,5 @@
-//! [`ConnectionProgress`]: records the stage and the end of the SSH connection to one host, for the
-//! thread of the connection and the controller.
+//! [`ConnectionProgress`]: the stage that the SSH connection to one host has reached and its end,
+//! which the thread of the connection reports to the controller.
 use crate::cluster::transport::{AgentStartStep, ConnectionStage, RemoteAgentConnection};
 use diagnostic::{Diagnostic, codes::ssh};
 use nix::sys::socket::{Shutdown, shutdown};
@@ -14,8 +14,8 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// The stage that the SSH connection to one host has reached and how it ended, as the connection's
-/// thread records it for the controller.
+/// The stage of the SSH connection to one host and the result of its end, which the thread of the
+/// connection records and the controller reads.
 #[derive(Default)]
 pub(crate) struct ConnectionProgress {
     state: Mutex<ProgressState>,
@@ -24,12 +24,12 @@ pub(crate) struct ConnectionProgress {
     start_steps: Option<mpsc::Sender<AgentStartStep>>,
 }
 
-/// The number of steps of starting an agent over SSH, such as copying the executable, that may wait
-/// until the controller reads them. A start has at most eight steps.
+/// The capacity of the channel that reports the steps of an agent's start over SSH, such as copying
+/// the executable, to the controller. A start has at most eight steps.
 const START_STEP_CAPACITY: usize = 8;
 
-/// The progress of an SSH connection that a mutex protects: its stage, its current socket, and its
-/// result.
+/// The values in the progress record of an SSH connection, such as its stage, its current socket
+/// and the error that ended it.
 #[derive(Default)]
 struct ProgressState {
     stage: ConnectionStage,
@@ -44,15 +44,15 @@ struct ProgressState {
 }
 
 impl ConnectionProgress {
-    /// Creates the progress record of an SSH connection that has not begun, and the channel for the
-    /// later steps of starting the agent.
+    /// Creates the progress record of an SSH connection, and the channel that reports the steps of
+    /// starting the agent to the controller.
     pub(super) fn new() -> (ConnectionProgress, mpsc::Receiver<AgentStartStep>) {
         let (sender, receiver) = mpsc::channel(START_STEP_CAPACITY);
         (ConnectionProgress { start_steps: Some(sender), ..ConnectionProgress::default() }, receiver)
     }
 
-    /// Informs the controller about a step of starting the agent over SSH, such as copying the
-    /// executable, so that the controller adapts its time limit. Never blocks.
+    /// Reports a step of starting the agent over SSH, such as copying the executable, to the
+    /// controller, which then changes how long it waits for the agent. Never blocks.
     pub(super) fn report_start_step(&self, step: AgentStartStep) {
         if let Some(steps) = &self.start_steps {
             // An error means that the controller no longer waits for the agent.

@@ -10,8 +10,8 @@ use std::{
 
 /// A blocking task for a thread pool, such as setting up and serving one SSH connection.
 pub(super) trait ThreadTask: Send + 'static {
-    /// Prepares the task, without blocking, on the thread of the pool that is about to execute it.
-    /// Must not block.
+    /// Performs the part of the task that must happen in queue order, such as choosing an agent's
+    /// place in the tree of agents, just before the task runs. Must not block.
     fn prepare(&mut self);
 
     /// Executes the task, which may block, on a thread of the pool.
@@ -67,8 +67,8 @@ impl<T: ThreadTask> ConnectionThreadPool<T> {
         Ok(())
     }
 
-    /// Calls the function `run`, which may last as long as the job, without counting this thread
-    /// toward the thread limit of the pool.
+    /// Calls the function `run` on this thread, which meanwhile does not count toward the thread
+    /// limit of the pool, because `run` may last long.
     pub(super) fn run_without_thread_limit<R>(self: &Arc<Self>, run: impl FnOnce() -> R) -> R {
         let mut state = self.lock_state();
         state.long += 1;

@@ -9,8 +9,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long an attempt to connect to one address of a host may remain unanswered before the host's
-/// next address is tried in parallel (RFC 8305, section 5).
+/// The time after which a connection attempt to the next address of a host is started, if the
+/// attempts so far have had no result (RFC 8305, section 5).
 const NEXT_ADDRESS_DELAY: Duration = Duration::from_millis(250);
 
 /// The stack size, in bytes, of the thread that tries to connect to one address.
@@ -57,8 +57,8 @@ pub(super) fn connect_to_any(
     }
 }
 
-/// Tries to connect to an address on a separate thread, and sends the result to the channel
-/// `results`. The thread ends after `limit` at the latest.
+/// Starts a thread that tries to connect to `address` for at most the time `limit`, and sends the
+/// result to the channel `results`. The thread ends after `limit` at the latest.
 fn start_connect_attempt(address: SocketAddr, limit: Duration, results: mpsc::SyncSender<ConnectAttempt>) {
     let attempt = move |results: mpsc::SyncSender<ConnectAttempt>| {
         // An error means that another address was faster.

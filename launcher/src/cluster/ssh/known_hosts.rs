@@ -21,7 +21,8 @@ const MAX_CACHED_LISTS: usize = 64;
 /// The device, inode, size and change time of a file, by which a change of the file is detected;
 /// `None` if the file does not exist.
 type FileChangeStamp = Option<(u64, u64, u64, i64, i64)>;
-/// A cache of parsed known_hosts files, with a list of file paths as the key of each entry.
+/// A map from a list of known_hosts file paths to the parsed content of these files and the change
+/// stamps of the files when they were read.
 type KnownHostsCache = HashMap<Vec<PathBuf>, (Vec<FileChangeStamp>, Arc<KnownHosts>)>;
 
 /// The cache of the known_hosts files that this process has read.
@@ -51,15 +52,15 @@ fn read_file_stamp(file: &Path) -> FileChangeStamp {
     Some((metadata.dev(), metadata.ino(), metadata.size(), metadata.ctime(), metadata.ctime_nsec()))
 }
 
-/// The parsed lines of one or more known_hosts files, which contain the keys that SSH servers may
-/// present.
+/// The parsed lines of one or more known_hosts files, by which the key of an SSH server is accepted
+/// or rejected.
 #[derive(Debug, Default)]
 pub(super) struct KnownHosts {
     entries: Vec<KnownHostsEntry>,
 }
 
-/// A line of a known_hosts file: a key, the hosts that may present the key, and a marker such as
-/// `@revoked`.
+/// A parsed line of a known_hosts file: a key, the hosts to which the line applies, and a marker
+/// such as `@revoked` if the line has one.
 #[derive(Debug)]
 struct KnownHostsEntry {
     names: EntryHosts,
@@ -104,8 +105,8 @@ pub(super) enum HostKeyStatus {
 }
 
 impl KnownHosts {
-    /// Reads and parses the known_hosts files at the paths `files`, as far as they exist. Files
-    /// that do not exist count as empty, and lines that are not valid are ignored.
+    /// Reads and parses the known_hosts files `files`, in which a file that does not exist counts
+    /// as empty. Files that do not exist count as empty, and lines that are not valid are ignored.
     pub(super) fn read_files(files: &[PathBuf]) -> diagnostic::Result<KnownHosts> {
         let mut known_hosts = KnownHosts::default();
         for file in files {
@@ -124,7 +125,8 @@ impl KnownHosts {
         Ok(known_hosts)
     }
 
-    /// Returns the lines of the known_hosts files that apply to the host `name`.
+    /// Returns the lines of the known_hosts files whose host patterns or hashed host name match the
+    /// host `name`.
     fn find_entries<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a KnownHostsEntry> {
         self.entries.iter().filter(move |entry| entry.names.matches_name(name))
     }
@@ -149,9 +151,9 @@ impl KnownHosts {
         authorities.any(|entry| entry.names.matches_name(name))
     }
 
-    /// Checks whether the SSH server of the host `name` may present the key `key`, according to the
-    /// known_hosts files. `name` is the host's name in known_hosts, and `key` the base64 of the
-    /// key's wire format.
+    /// Looks up a host's SSH key in the known_hosts files, and returns whether it is known,
+    /// unknown, revoked or different from the known keys. `name` is the host's name in known_hosts,
+    /// and `key` the base64 of the key's wire format.
     pub(super) fn check_host_key(&self, name: &str, key_type: &str, key: &str) -> HostKeyStatus {
         if self.find_entries(name).any(|e| e.marker == EntryMarker::Revoked && e.key == key) {
             return HostKeyStatus::Revoked;
@@ -183,8 +185,8 @@ impl EntryHosts {
     }
 }
 
-/// Reads a known_hosts file as text. Replaces bytes that are not UTF-8. Fails if the file is longer
-/// than [`MAX_FILE_BYTES`].
+/// Reads a known_hosts file of at most 64 MiB as text, and replaces bytes that are not UTF-8.
+/// Replaces bytes that are not UTF-8. Fails if the file is longer than [`MAX_FILE_BYTES`].
 fn read_known_hosts_file(file: &Path) -> io::Result<String> {
     let mut bytes = Vec::new();
     fs::File::open(file)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
@@ -229,8 +231,7 @@ pub(super) fn format_known_hosts_name(host: &str, port: u16) -> String {
 /// Appends the key of a host to a known_hosts file. Creates the file and its directory if they do
 /// not exist. A device such as `/dev/null` stores nothing.
 pub(super) fn append_host_key(file: &Path, name: &str, key_type: &str, key: &str) -> io::Result<()> {
-    /// A lock under which threads that connect to different hosts append keys to known_hosts files,
-    /// one after the other.
+    /// A lock that ensures that only one thread at a time appends a key to a known_hosts file.
     static APPEND: Mutex<()> = Mutex::new(());
     let _guard = APPEND.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(directory) = file.parent() {
@@ -279,7 +280,8 @@ pub(super) fn encode_base64(bytes: &[u8]) -> String {
     text
 }
 
-/// Decodes base64, with or without padding. Returns `None` if the text is not valid.
+/// Decodes a base64 text, with or without padding at the end, into bytes (RFC 4648). Returns `None`
+/// if the text is not valid.
 pub(super) fn decode_base64(text: &str) -> Option<Vec<u8>> {
     let digits = text.trim_end_matches('=');
     if text.len() - digits.len() > 2 || digits.len() % 4 == 1 {

@@ -15,8 +15,8 @@ use std::{
 const MAX_INCLUDE_DEPTH: u32 = 8;
 /// The largest size of an SSH configuration file that is read, in bytes. A larger file is an error.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// The largest permitted number of lines in all SSH configuration files of a user together,
-/// included files among them. More lines are an error.
+/// The largest permitted total number of lines in the SSH configuration files that apply to a user,
+/// including the lines of included files. More lines are an error.
 const MAX_LINES: usize = 50_000;
 
 /// The parsed lines of the user's SSH configuration files, in the order in which they apply. The
@@ -37,7 +37,8 @@ pub(super) struct UnsupportedSshKeyword {
     pub(super) line: usize,
 }
 
-/// A parsed line of an SSH configuration file (a `Host` line or a setting), or the end of a file.
+/// A line of an SSH configuration file after parsing (a `Host` line or a setting), or a mark for
+/// the end of an included or main file.
 #[derive(Debug)]
 enum SshConfigLine {
     /// A `Host` line. The lines up to the next `Host` apply to hosts that match `patterns`. `depth`
@@ -117,10 +118,10 @@ impl SshConfigLines {
         Ok(config)
     }
 
-    /// Reads an SSH configuration file, and appends its lines and those of the files that it
-    /// includes. A file that does not exist is an error only if `required` is set. `home` is the
-    /// user's home directory, and `depth` the nesting depth of `Include`. Fails if the file cannot
-    /// be read or a line is not valid.
+    /// Reads an SSH configuration file and the files that it includes, and appends all lines to the
+    /// lines read before. A file that does not exist is an error only if `required` is set. `home`
+    /// is the user's home directory, and `depth` the nesting depth of `Include`. Fails if the file
+    /// cannot be read or a line is not valid.
     fn read_file(&mut self, file: &Path, required: bool, home: &Path, depth: u32) -> diagnostic::Result<()> {
         let name = file.display().to_string();
         let text = match read_config_text(file) {
@@ -156,9 +157,9 @@ impl SshConfigLines {
         Ok(())
     }
 
-    /// Reads the files that an `Include` line of the SSH configuration file `from` names, and
-    /// appends their lines to this configuration. Relative patterns refer to `/etc/ssh` for files
-    /// there, and otherwise to `~/.ssh`.
+    /// Reads all files that the patterns of an `Include` line in the file `from` match, and appends
+    /// the lines of these files to the configuration. Relative patterns refer to `/etc/ssh` for
+    /// files there, and otherwise to `~/.ssh`.
     fn include_files(
         &mut self,
         patterns: &[String],
@@ -222,9 +223,10 @@ impl SshHostSettings {
         settings
     }
 
-    /// Stores the value of one SSH configuration line, such as `Port 2222`, in these settings of a
-    /// host. Ignores keywords that an earlier line has set, except for `IdentityFile`, whose values
-    /// add up. Of `ProxyJump` and `ProxyCommand`, only the first one applies.
+    /// Stores the value of an SSH configuration line, such as `Port 2222`, in this collection of a
+    /// host's settings unless an earlier line has set it. Ignores keywords that an earlier line has
+    /// set, except for `IdentityFile`, whose values add up. Of `ProxyJump` and `ProxyCommand`, only
+    /// the first one applies.
     fn apply_setting_line(&mut self, keyword: &str, values: &[String]) {
         let Some(first) = values.first() else { return };
         let set_once = |setting: &mut Option<String>| _ = setting.get_or_insert_with(|| first.clone());
@@ -338,8 +340,9 @@ pub(super) fn expand_tilde(path: &str, home: &Path) -> PathBuf {
     }
 }
 
-/// Lists the files that match a path whose last component may contain `*` and `?`, sorted by name.
-/// Returns a path without wildcards unchanged, even if the file does not exist.
+/// Lists the existing files that match the path `pattern`, whose last component may contain the
+/// wildcards `*` and `?`, sorted by name. Returns a path without wildcards unchanged, even if the
+/// file does not exist.
 fn list_matching_files(pattern: &Path) -> Vec<PathBuf> {
     let Some(name) = pattern.file_name().and_then(|n| n.to_str()) else { return Vec::new() };
     let Some(directory) = pattern.parent().filter(|_| name.contains(['*', '?'])) else {

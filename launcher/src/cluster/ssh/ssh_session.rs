@@ -20,11 +20,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The number of bytes that are read from the stderr of a command on a host, for error messages.
-/// Later bytes are ignored.
+/// The largest number of bytes of the stderr of a command on a host that launch keeps for error
+/// messages. Later bytes are ignored.
 const MAX_STDERR_BYTES: u64 = 8 << 10;
-/// The interval, in milliseconds, at which a blocked write to a script on a host checks whether the
-/// script has already answered.
+/// The time, in milliseconds, between two checks for an early answer of a script on a host while a
+/// write to the script's stdin blocks.
 const ANSWER_CHECK_INTERVAL_MS: u32 = 200;
 
 /// An SSH connection to a host after the login, through launch's built-in client or OpenSSH's
@@ -57,10 +57,11 @@ impl SshSession {
         }
     }
 
-    /// Writes bytes, such as the executable to copy, to a script on the host, but stops as soon as
-    /// the script has printed an answer. Blocks. Fails if the host takes no bytes for `limit`, and
-    /// soon after an answer of the script if the host takes no bytes. (sshd closes the channel of a
-    /// script that has ended, but a blocking write of libssh2 does not notice that.)
+    /// Writes bytes, such as the executable to copy, to the stdin of a script on the host, until
+    /// all are written or the script has printed an answer. Blocks. Fails if the host takes no
+    /// bytes for `limit`, and soon after an answer of the script if the host takes no bytes. (sshd
+    /// closes the channel of a script that has ended, but a blocking write of libssh2 does not
+    /// notice that.)
     pub(super) fn write_input_until_answer(
         &self,
         channel: &mut SshChannel,
@@ -144,9 +145,9 @@ impl SshSession {
     }
 }
 
-/// Repeats `try_write`, a write to a script on the host with a short time limit, until it succeeds
-/// or the script has answered. Returns the number of bytes. Fails after `limit`, and as soon as
-/// `has_answered` returns `true`: the host then takes no more bytes.
+/// Repeats a write with a short time limit to a script's stdin, until the write succeeds, the
+/// script has answered, or the time `limit` has passed. Returns the number of bytes. Fails after
+/// `limit`, and as soon as `has_answered` returns `true`: the host then takes no more bytes.
 fn write_unless_answered(
     limit: Duration,
     mut try_write: impl FnMut() -> io::Result<usize>,
@@ -177,16 +178,16 @@ pub(super) enum SshExecError {
     Connection(Diagnostic),
 }
 
-/// The stdin and stdout of a script that runs on a host over SSH, or of the agent that has replaced
-/// the script.
+/// The stdin and stdout of a process on a host over SSH, which is a setup script or the agent that
+/// the script has started with `exec`.
 pub(super) enum SshChannel {
     Builtin(Channel),
     OpenSsh(OpenSshChannel),
 }
 
 impl SshChannel {
-    /// Signals to a script on the host that it gets no more input, after the script has read
-    /// everything it expects.
+    /// Sends the end of input to a script on the host, except through OpenSSH's client, where later
+    /// scripts read from the same stdin.
     pub(super) fn end_input(&mut self) -> io::Result<()> {
         match self {
             SshChannel::Builtin(channel) => Ok(channel.send_eof()?),
@@ -195,7 +196,8 @@ impl SshChannel {
         }
     }
 
-    /// Closes the SSH channel of a script on the host that has succeeded.
+    /// Closes the SSH channel of a script that has ended on the host, so that another script can
+    /// use the SSH connection.
     pub(super) fn close(&mut self) {
         if let SshChannel::Builtin(channel) = self {
             // An error means that the connection has ended. The next script fails, too.
@@ -203,8 +205,8 @@ impl SshChannel {
         }
     }
 
-    /// Returns the error of the SSH connection that ended the host's output, or `None` if no such
-    /// error is known.
+    /// Returns the SSH connection error because of which the remote command's output ended, or
+    /// `None` if no such error is known.
     pub(super) fn explain_output_end(&self, target: &SshTarget) -> Option<Diagnostic> {
         match self {
             SshChannel::Builtin(_) => None,

@@ -42,19 +42,20 @@ use tokio::{net::UnixStream, sync::oneshot};
 /// (`MaxStartups`).
 const MAX_JUMP_FANOUT: u32 = 8;
 
-/// The number of hosts per permitted SSH connection (`cluster.ssh.fanout`) that may copy launch's
-/// executable, or wait for it, at the same time. These hosts need no further logins, so they leave
-/// their turns to other hosts.
+/// The largest number of hosts that may copy launch's executable or wait for it at the same time,
+/// as a multiple of the limit `cluster.ssh.fanout` on SSH logins. These hosts need no further
+/// logins, so they leave their turns to other hosts.
 const COPIES_PER_FANOUT: u32 = 2;
-/// The number of file descriptors for the setup of an SSH connection to a host whose agent then
-/// connects to another agent, not to the controller.
+/// The number of file descriptors that the controller needs for the SSH connection to one host
+/// while the agent there is started and connected to another agent.
 const DESCRIPTORS_PER_TREE_SETUP: u64 = 2;
 
-/// The number of additional file descriptors that a connection through OpenSSH's client needs, for
-/// the client's log and stderr.
+/// The number of file descriptors for the log and stderr of OpenSSH's client that an SSH connection
+/// through this client needs in addition.
 const DESCRIPTORS_PER_OPENSSH_CLIENT: u64 = 2;
 
-/// Starts the agents of a job on other hosts over SSH, and connects them with the controller.
+/// The transport that starts the agents of a job on other hosts over SSH, and connects the agents
+/// with the controller.
 pub(crate) struct SshTransport {
     /// The hosts by their names in the job.
     hosts: HashMap<String, HostAddress>,
@@ -68,8 +69,8 @@ pub(crate) struct SshTransport {
     notice: Arc<OpenSshNotice>,
 }
 
-/// The limits on simultaneous setups of SSH connections, and on simultaneous copies of launch's
-/// executable to hosts.
+/// The limits on how many SSH connections are set up at the same time, and on how many hosts get
+/// launch's executable at the same time.
 struct ConnectionLimits {
     /// Limits direct connections.
     direct: FanoutLimit,
@@ -80,9 +81,9 @@ struct ConnectionLimits {
 }
 
 impl SshTransport {
-    /// Creates the transport that starts the agents of a job on these hosts. Reads the SSH
-    /// configuration and hashes the executable. Relative paths in the job are relative to its
-    /// working directory.
+    /// Creates the transport that starts the agents of the job `job` on the hosts `hosts` over SSH.
+    /// Reads the SSH configuration and hashes the executable. Relative paths in the job are
+    /// relative to its working directory.
     pub(crate) fn new(job: &JobSpec, hosts: &[HostAddress]) -> diagnostic::Result<SshTransport> {
         let spec = &job.cluster.ssh;
         let settings = TreeSettings {
@@ -130,8 +131,8 @@ impl SshTransport {
         })
     }
 
-    /// Queues the SSH connection to a host for the thread pool, and returns the streams for the
-    /// agent that will be started there.
+    /// Queues the SSH connection to a host for a thread of the pool, and returns the streams by
+    /// which the controller will communicate with the agent there.
     fn submit_connection(&self, host: &HostAddress) -> io::Result<AgentProcess> {
         let (progress, start_steps) = ConnectionProgress::new();
         let progress = Arc::new(progress);
@@ -233,8 +234,8 @@ impl Transport for SshTransport {
     }
 }
 
-/// The carrier of an agent's control connection, which is either an SSH connection to the host or
-/// the tree of agents.
+/// How an agent's control connection reaches the controller: over the SSH connection to its host,
+/// or through other agents in the tree of agents.
 enum ControlStreamCarrier {
     /// The SSH connection, which ends with the agent.
     Direct { control: StdStream, stderr: StdStream },
@@ -243,8 +244,8 @@ enum ControlStreamCarrier {
     Tree { tree: Arc<TreeHub>, stream: StreamId, place: Option<TreePlace> },
 }
 
-/// A task for a thread that connects to one host over SSH, starts the agent there, and copies data
-/// between agent and controller.
+/// The task of one thread: connects to a host over SSH, starts the agent there, and copies data
+/// between the agent and the controller.
 struct SshConnection {
     host: HostAddress,
     notice: Arc<OpenSshNotice>,
@@ -259,7 +260,8 @@ struct SshConnection {
 }
 
 impl ThreadTask for SshConnection {
-    /// Reserves a place in the tree of agents for this connection's agent, if one is free.
+    /// Decides, if this is possible without waiting, whether the agent of this SSH connection
+    /// connects to the controller or to another agent.
     fn prepare(&mut self) {
         if let ControlStreamCarrier::Tree { tree, stream, place } = &mut self.carrier {
             *place = tree.try_place_agent(*stream);
@@ -267,8 +269,8 @@ impl ThreadTask for SshConnection {
     }
 
     /// Starts the agent over SSH, copies bytes between the agent and the controller until the
-    /// connection has ended, and records the result in `progress`. The connection ends with the
-    /// agent, or once the agent is connected with another one.
+    /// connection has ended, and records the result for the controller. The connection ends with
+    /// the agent, or once the agent is connected with another one.
     fn run(mut self) {
         let target = self.resolver.resolve_target(&self.host);
         self.progress.set_external_client(target.as_ref().ok().and_then(describe_external_client));
@@ -293,9 +295,9 @@ impl ThreadTask for SshConnection {
 }
 
 impl SshConnection {
-    /// Starts the agent on `target`, and copies data between agent and controller until the agent
-    /// ends or has connected to another agent. Returns the agent's exit status, or `None` if the
-    /// host does not report it. Fails if the connection is lost.
+    /// Starts the agent on the host `target`, and copies data between agent and controller until
+    /// the agent has ended or reaches the controller through another agent. Returns the agent's
+    /// exit status, or `None` if the host does not report it. Fails if the connection is lost.
     fn start_and_relay_agent(&self, target: &SshTarget) -> diagnostic::Result<Option<ExitStatus>> {
         match &self.carrier {
             ControlStreamCarrier::Direct { control, stderr } => {
@@ -313,9 +315,9 @@ impl SshConnection {
         }
     }
 
-    /// Connects a started agent with its neighbour in the tree of agents, through which it reaches
-    /// the controller. If the agent is connected with the controller, relays its streams until it
-    /// ends.
+    /// Lets a started agent connect to the controller, either directly over SSH or through another
+    /// agent that forwards its messages. If the agent is connected with the controller, relays its
+    /// streams until it ends.
     fn join_tree(
         &self,
         target: &SshTarget,
@@ -397,7 +399,7 @@ impl SshConnection {
     }
 }
 
-/// A semaphore that limits the number of SSH connections that are set up simultaneously.
+/// A semaphore with one permit for each SSH connection that may be set up at the same time.
 #[derive(Debug)]
 struct FanoutLimit {
     /// The number of permits that are free.

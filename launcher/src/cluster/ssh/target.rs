@@ -18,8 +18,8 @@ use std::{
     time::Duration,
 };
 
-/// The largest number of jump hosts through which launch connects to one host. More jump hosts are
-/// an error.
+/// The largest number of jump hosts that may be configured for the connection to one host. More
+/// jump hosts are an error.
 const MAX_JUMP_HOSTS: usize = 4;
 /// The time limit of the command `ssh -G`, which prints the settings of a host and may run the
 /// commands of `Match exec`.
@@ -75,8 +75,8 @@ pub(super) enum HostKeyPolicy {
 }
 
 impl HostKeyPolicy {
-    /// Chooses which SSH host keys launch accepts, from the job's setting or, without one, from the
-    /// SSH configuration.
+    /// Chooses whether unknown SSH host keys are accepted, from the job's setting or, if the job
+    /// has none, from the SSH configuration.
     fn choose_policy(spec: Option<KnownHostsPolicy>, configured: Option<&str>) -> HostKeyPolicy {
         match (spec, configured.map(str::to_ascii_lowercase).as_deref()) {
             (Some(KnownHostsPolicy::Strict), _) => HostKeyPolicy::Strict,
@@ -147,8 +147,9 @@ impl TargetResolver {
         }
     }
 
-    /// Determines how launch's built-in SSH client reaches a host, including its jump hosts. Fails
-    /// if that client cannot follow the configuration.
+    /// Determines the address, user, keys, known_hosts files and jump hosts with which launch's
+    /// built-in SSH client connects to a host. Fails if that client cannot follow the
+    /// configuration.
     fn resolve_builtin_target(
         &self,
         host: &HostAddress,
@@ -219,8 +220,8 @@ impl TargetResolver {
         }
     }
 
-    /// Determines the address, the user name and the time limit for connecting to one host over
-    /// SSH, without keys and known_hosts files.
+    /// Determines the address, port, user and connection time limit for one host from the job and
+    /// the SSH configuration, but no keys.
     fn build_target_without_keys(
         &self,
         host: &HostAddress,
@@ -253,9 +254,9 @@ impl TargetResolver {
         }
     }
 
-    /// Determines how launch's built-in SSH client reaches a single machine, which is the host or
-    /// one of its jump hosts. Does not resolve the jump hosts before it. Fails if that client
-    /// cannot follow the configuration.
+    /// Determines the address, user, keys and known_hosts files for the built-in SSH client's
+    /// connection to one machine, a host or a jump host. Does not resolve the jump hosts before it.
+    /// Fails if that client cannot follow the configuration.
     fn resolve_hop(
         &self,
         host: &HostAddress,
@@ -305,8 +306,9 @@ impl TargetResolver {
         }
     }
 
-    /// Expands the tokens (such as `%h`, see ssh_config(5)) and a leading `~/` in a path of the SSH
-    /// configuration. Fails if the path contains an unknown token or an environment variable.
+    /// Replaces a leading `~/` and tokens such as `%h` (see ssh_config(5)) in a path from the SSH
+    /// configuration by their values. Fails if the path contains an unknown token or an environment
+    /// variable.
     fn expand_path_tokens(&self, text: &str, tokens: &PathTokens<'_>) -> Result<PathBuf, PathTokenError> {
         let mut path = String::new();
         let mut chars = text.chars();
@@ -332,7 +334,8 @@ impl TargetResolver {
     }
 }
 
-/// The values that replace the tokens `%n`, `%h`, `%p` and `%r` in a path of the SSH configuration.
+/// The values for the tokens `%n`, `%h`, `%p` and `%r` (host names, port and user) in a path from
+/// the SSH configuration.
 struct PathTokens<'a> {
     /// The host's name in the job (token `%n`).
     typed: &'a str,
@@ -399,8 +402,8 @@ impl TargetResolveError {
 }
 
 impl SshTarget {
-    /// Returns whether the SSH connection to this host passes through no jump host and no proxy
-    /// command.
+    /// Returns whether launch connects to this host directly, without a jump host or a proxy
+    /// command in between.
     pub(super) fn is_direct(&self) -> bool {
         self.jumps.is_empty() && self.openssh_proxy().is_none()
     }
@@ -427,8 +430,8 @@ impl SshTarget {
     }
 }
 
-/// Runs `ssh -G`, with which OpenSSH prints the settings of a host, and returns the settings.
-/// Blocks.
+/// Runs the command `ssh -G` for a host, and returns the settings of OpenSSH for this host that the
+/// command prints. Blocks.
 fn query_settings_with_ssh_g(
     host: &HostAddress,
     config_file: Option<&Path>,

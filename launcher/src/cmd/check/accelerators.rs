@@ -8,11 +8,11 @@ use protocol::{
     probe::HostInspection,
 };
 
-/// Checks the number and kind of a host's accelerators if this host or the first host has
-/// accelerators other than whole NVIDIA GPUs. Warns if the host has accelerators of several kinds
-/// and the job does not choose one, if permissions deny all of them, if the number differs from
-/// that of `first`, the first host that answered, or if the hostfile declares more `slots`. Returns
-/// no check for other hosts.
+/// Checks the number and kind of a host's accelerators, unless this host and the first host have
+/// only whole NVIDIA GPUs. Warns if the host has accelerators of several kinds and the job does not
+/// choose one, if permissions deny all of them, if the number differs from that of `first`, the
+/// first host that answered, or if the hostfile declares more `slots`. Returns no check for other
+/// hosts.
 pub(super) fn check_accelerators(
     job: &JobSpec,
     host: &HostInspection,

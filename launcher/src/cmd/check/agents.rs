@@ -13,15 +13,16 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-/// The time between two attempts to reap the child processes that start or reach the agents, such
-/// as `ssh`.
+/// The pause between two calls that reap the ended child processes, such as `ssh`, through which
+/// `launch check` has started agents.
 const REAP_INTERVAL: Duration = Duration::from_millis(20);
 /// How long the child processes that started or reached the agents, such as `ssh`, may take to exit
 /// after the agents have ended. A process that still runs after this time is killed.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A host with the agent that `launch check` started there, or with the error of the start. If the
-/// agent is a child process, dropping this value kills and reaps the agent.
+/// A host of `launch check` with the agent that was started there, or with the error because of
+/// which the agent could not be started. If the agent is a child process, dropping this value kills
+/// and reaps the agent.
 pub(super) struct StartedAgent {
     pub(super) name: String,
     pub(super) agent: diagnostic::Result<AgentProcess>,
@@ -72,8 +73,8 @@ pub(super) fn start_agents(
     (started, TransportReaper { transport, task })
 }
 
-/// The transport, such as SSH, that has started the agents of `launch check`, and the task that
-/// reaps the transport's child processes.
+/// The transport (such as SSH) through which `launch check` started its agents, together with the
+/// task that reaps the transport's child processes.
 pub(super) struct TransportReaper {
     transport: Rc<RefCell<Box<dyn Transport>>>,
     task: JoinHandle<()>,
@@ -103,8 +104,8 @@ impl TransportReaper {
     }
 }
 
-/// Reaps the ended child processes through which the agents were started, and passes their exit
-/// statuses to the transport that created them.
+/// Reaps the ended child processes of the transport, such as `ssh` or `srun`, and passes their exit
+/// statuses to the transport.
 fn reap_child_processes(transport: &RefCell<Box<dyn Transport>>) {
     let mut transport = transport.borrow_mut();
     let _lock = lock_children();

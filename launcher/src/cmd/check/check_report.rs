@@ -3,7 +3,8 @@ use diagnostic::Code;
 use protocol::probe::HostInspection;
 use serde_json::{Map, Value};
 
-/// The results of all checks of one `launch check`.
+/// The report of one `launch check`, which contains the check results for each host and the results
+/// that concern all hosts together.
 #[derive(Debug)]
 pub(super) struct CheckReport {
     /// The name of the job.
@@ -36,7 +37,8 @@ pub(super) struct HostReport {
     pub(super) checks: Vec<CheckResult>,
 }
 
-/// The result of one check, such as `dns` or `gpu memory`.
+/// The result of one check in the report of `launch check`, such as the check `dns` or `gpu memory`
+/// of a host.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct CheckResult {
     /// The name of the check, as docs/cli.md lists it.
@@ -56,7 +58,8 @@ pub(super) struct CheckResult {
 }
 
 impl CheckResult {
-    /// Returns the result of a passed check. `found` is the observed value.
+    /// Creates the result of a passed check, with the text `found` as the observed value that the
+    /// report shows. `found` is the observed value.
     pub(super) fn ok(name: &'static str, found: impl Into<String>) -> CheckResult {
         let (found, fields) = (found.into(), Map::new());
         CheckResult { name, level: CheckLevel::Ok, found, code: None, help: None, fields, names_host: false }
@@ -67,8 +70,8 @@ impl CheckResult {
         CheckResult { level: CheckLevel::Skipped, ..CheckResult::ok(name, "") }
     }
 
-    /// Returns a warning: the result of a check that found a problem that does not prevent the job
-    /// from starting.
+    /// Creates the result of a check with the level "warning": the check has found a problem, but
+    /// the job can start.
     pub(super) fn warn(
         name: &'static str,
         code: Code,
@@ -79,8 +82,8 @@ impl CheckResult {
         CheckResult { level, code: Some(code), help, ..CheckResult::ok(name, found) }
     }
 
-    /// Returns a failure: the result of a check that found a problem that prevents the job from
-    /// starting.
+    /// Creates the result of a check with the level "failed": the check has found a problem because
+    /// of which the job cannot start.
     pub(super) fn failed(
         name: &'static str,
         code: Code,
@@ -90,8 +93,8 @@ impl CheckResult {
         CheckResult { level: CheckLevel::Fail, ..CheckResult::warn(name, code, found, help) }
     }
 
-    /// Sets the additional field `name` of the check result, which the JSON output shows, to
-    /// `value`. The JSON report contains the fields, the text report does not.
+    /// Adds the field `name` with the value `value` to the check result in the JSON output of
+    /// `launch check`. The JSON report contains the fields, the text report does not.
     pub(super) fn with_field(mut self, name: &str, value: impl Into<Value>) -> CheckResult {
         self.fields.insert(name.to_owned(), value.into());
         self

@@ -30,9 +30,9 @@ const MIN_SHM_BYTES: u64 = 1 << 30;
 /// need disk space.
 const MIN_FREE_DISK_BYTES: u64 = 1 << 30;
 
-/// Builds the report of `launch check` from the answers of the agents of all hosts. `hosts` are the
-/// hosts of the job, in the order of `probes`, and `preflight` states how the provider of the hosts
-/// is checked.
+/// Builds the report of `launch check` from what the agents of all hosts have found, or from the
+/// errors of hosts without an answer. `hosts` are the hosts of the job, in the order of `probes`,
+/// and `preflight` states how the provider of the hosts is checked.
 pub(super) fn evaluate_probes(
     job: &JobSpec,
     hosts: &[HostTarget],
@@ -55,9 +55,8 @@ pub(super) fn evaluate_probes(
     CheckReport { name: job.name.clone(), hosts: reports.collect(), checks, network: None }
 }
 
-/// Returns one check result for each stage of connecting to a host, such as name resolution and
-/// authentication, and a warning if the login shell printed text. The stages after a failed stage
-/// count as skipped.
+/// Returns a check result for each stage of the connection to a host (such as name resolution), and
+/// a warning if the login shell printed text. The stages after a failed stage count as skipped.
 fn check_connection(probe: &ProbeResult, stages: &[(ConnectionStage, &'static str)]) -> Vec<CheckResult> {
     let reached = if probe.inspection.is_some() { ConnectionStage::Agent } else { probe.stage };
     let mut checks = Vec::new();
@@ -89,8 +88,8 @@ fn check_connection(probe: &ProbeResult, stages: &[(ConnectionStage, &'static st
     checks
 }
 
-/// Derives the check results of one host from what its agent has found: directories, architecture,
-/// version, GPUs and limits.
+/// Checks what the agent of one host has reported about this host: its directories, architecture,
+/// launch version, GPUs and limits.
 ///
 /// Architecture, version and GPUs are compared with those of `first`, the first host that answered.
 /// `slots` is the number of slots that the hostfile declares for the host.
@@ -243,9 +242,9 @@ fn check_clock(probe: &ProbeResult) -> Option<CheckResult> {
     })
 }
 
-/// Checks the TCP connections that a host has opened, as a test, to other hosts of the job. Returns
-/// one failed check for each unreachable peer, one passed check if the host reached all peers, and
-/// no check without peers.
+/// Converts the results of a host's test connections over TCP to other hosts into checks, one
+/// failed check for each host that could not be reached. Returns one failed check for each
+/// unreachable peer, one passed check if the host reached all peers, and no check without peers.
 fn check_peer_connections(probe: &ProbeResult) -> Vec<CheckResult> {
     if probe.peers.is_empty() {
         return Vec::new();
@@ -267,7 +266,8 @@ fn check_peer_connections(probe: &ProbeResult) -> Vec<CheckResult> {
     checks
 }
 
-/// Checks whether all hosts share the checkpoint directory and the working directory.
+/// Checks whether all hosts share the checkpoint and working directory, by comparing which test
+/// files of other hosts each host has found there.
 ///
 /// Hosts share a directory if each host sees the nonce files of all hosts in the directory. Returns
 /// no checks if fewer than two hosts answered.

@@ -35,9 +35,9 @@ pub(super) fn check_gpus(
     checks
 }
 
-/// Checks that a host has enough GPUs for its slots (workers), and as many GPUs as `first`, the
-/// first host that answered. Warns if there are fewer GPUs than slots, if the numbers differ, or if
-/// the GPU driver does not work.
+/// Warns if a host has fewer GPUs than slots (workers), or another number of GPUs than the first
+/// host that answered `launch check`. Warns if there are fewer GPUs than slots, if the numbers
+/// differ, or if the GPU driver does not work.
 fn check_gpu_count(gpus: &GpuReport, first: &HostInspection, slots: Option<u32>) -> CheckResult {
     /// The name that the check of the number of GPUs has in the report of `launch check`.
     const CHECK_NAME: &str = "gpus";
@@ -123,16 +123,16 @@ fn check_cuda_libraries(gpus: &GpuReport, first: &HostInspection) -> Vec<CheckRe
     gpus.libraries.iter().map(check).collect()
 }
 
-/// Joins the help texts of an error and the additional text `advice` to one text, separated by
-/// semicolons.
+/// Joins the help texts of the error `error` and the text `advice` with semicolons into one help
+/// text.
 fn join_help_texts(error: &Diagnostic, advice: &str) -> String {
     let help = error.help().iter().map(String::as_str).chain([advice]);
     help.collect::<Vec<_>>().join("; ")
 }
 
-/// Checks each GPU of a host for memory errors, throttled clocks, and modes that limit how ranks
-/// can use it. Returns one warning for each problem, or one passed check if the GPUs have no
-/// problem. Returns no checks for a host without GPUs.
+/// Checks each GPU of a host for memory errors, throttled clocks, and modes that prevent or limit
+/// the use of the GPU by ranks. Returns one warning for each problem, or one passed check if the
+/// GPUs have no problem. Returns no checks for a host without GPUs.
 fn check_gpu_health(gpus: &GpuReport) -> Vec<CheckResult> {
     /// The name that the check of memory errors, clocks and modes of GPUs has in the report of
     /// `launch check`.

@@ -23,19 +23,19 @@ use tokio::{task::spawn_local, time::Instant};
 
 pub(super) use network_checks::add_network_checks;
 
-/// The time after the start of `launch check --network` from which on no further measurements of
-/// pairs of hosts are begun.
+/// The time after which a running `launch check --network` begins no further measurements between
+/// hosts.
 const MAX_MEASURING_TIME: Duration = Duration::from_secs(180);
-/// The largest number of rounds of measurements that `launch check --network` adds to the planned
-/// ones to find out which host is at fault.
+/// The largest number of measurement rounds that `launch check --network` runs after the planned
+/// rounds, to find out which host is at fault.
 const MAX_SEARCH_ROUNDS: usize = 12;
 /// For how long a measurement sends data in each direction between two hosts, in milliseconds.
 const TRANSFER_MS: u64 = 300;
-/// The time limit for an agent's answer to a network inspection or measurement, to which the limits
-/// of its test connections are added.
+/// The time limit for an agent's answer to a network inspection or measurement, without the time
+/// that its test connections may take in addition.
 const MEASUREMENT_TIMEOUT: Duration = Duration::from_secs(15);
-/// How many phases of a measurement between two hosts wait for new connections: one tests all
-/// ports, and each direction of data has two.
+/// The number of times that a measurement between two hosts waits for new connections: once to test
+/// all ports, and twice for each direction of data.
 const SEQUENTIAL_CONNECTIONS_PER_MEASUREMENT: u32 = 5;
 /// The number of CPUs of a host for each parallel TCP connection in a measurement of the transfer
 /// rate.
@@ -75,8 +75,8 @@ impl NetworkCheckOptions {
     }
 }
 
-/// For each host of a `launch check`, the agent and its control connection; `None` while the host
-/// takes part in a measurement.
+/// The agents of all hosts with their control connections, in the order of the hosts, with `None`
+/// for a host that is busy with a measurement.
 type AgentSessions = Vec<Option<ProbeSession>>;
 
 /// Measures the connections between the hosts of a job, so that each host takes part in only one
@@ -142,8 +142,9 @@ async fn measure_rounds(
     }
 }
 
-/// Returns the pairs of hosts to measure next, to find out which hosts are at fault. No host is in
-/// two of them. `count` is the number of all hosts, and `hosts` are those that can be measured.
+/// Returns pairs of hosts to measure next, with each host in at most one pair, to find out which
+/// hosts or paths cause the bad transfers. No host is in two of them. `count` is the number of all
+/// hosts, and `hosts` are those that can be measured.
 fn choose_search_round(pairs: &PairMeasurements, count: usize, hosts: &[usize]) -> Vec<(usize, usize)> {
     let is_usable = |a: usize, b: usize| hosts.contains(&a) && hosts.contains(&b);
     let wanted = ConnectionProperty::ALL
@@ -184,8 +185,8 @@ async fn measure_round(
     }
 }
 
-/// Lets the agent of the first host measure the connection to the second host, and then the agent
-/// of the second host connect to the first one. If the first agent reaches no port of the second,
+/// Measures the connection between two hosts in both directions, first by the agent of the first
+/// host and then by the agent of the second host. If the first agent reaches no port of the second,
 /// the second agent measures the transfers. `requests` are the requests to the first agent, and
 /// those to the second without and with transfers.
 async fn measure_pair(

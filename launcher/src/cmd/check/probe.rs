@@ -28,16 +28,17 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long node 0 waits at the end of `launch check` until the agents of the nodes that joined
 /// have ended.
 const JOINED_AGENT_END_TIMEOUT: Duration = Duration::from_secs(2);
-/// The number of bytes at the beginning of an agent's stderr that an error about the agent shows.
-/// Further bytes are ignored.
+/// The number of bytes from the start of an agent's stderr that launch quotes in an error message
+/// about the agent. Further bytes are ignored.
 const MAX_STDERR_BYTES: u64 = 4 << 10;
-/// The number of following hosts in the list to which each host of a large job opens test
-/// connections, in addition to the first host.
+/// The number of hosts after a host in the host list to which this host opens test connections, if
+/// the job has more than 16 hosts.
 const NEIGHBOURS_PER_HOST: usize = 4;
 /// The largest number of hosts for which every host opens test connections to all other hosts.
 const MAX_FULL_MESH_HOSTS: usize = 16;
 
-/// The directories, library paths and ports that the agent of each host inspects or uses.
+/// What the agent of each host uses for `launch check`: the directories to inspect, the CUDA
+/// library paths, and the ports for test connections.
 #[derive(Clone, Debug)]
 pub(super) struct ProbeTargets {
     /// The absolute paths of the directories that the job writes to: working, log and, for built-in
@@ -50,8 +51,8 @@ pub(super) struct ProbeTargets {
     pub(super) ports: PortSelection,
 }
 
-/// The answers of one host's agent to the requests (probes) of `launch check`, or the error that
-/// prevented them.
+/// The answers of one host's agent to the requests (probes) of `launch check`, or the error because
+/// of which the answers are missing.
 #[derive(Debug)]
 pub(super) struct ProbeResult {
     pub(super) name: String,
@@ -137,16 +138,16 @@ impl ProbeSession {
 /// it ends the agent.
 pub(super) type ProbedAgent = (StartedAgent, Option<AgentConnection>);
 
-/// Splits each session of `launch check` into the results for the host and the agent with its
-/// control connection.
+/// Splits the sessions of `launch check` with the hosts into two lists: the result of each host,
+/// and the agents with their control connections.
 pub(super) fn separate_results_from_agents(
     sessions: Vec<ProbeSession>,
 ) -> (Vec<ProbeResult>, Vec<ProbedAgent>) {
     sessions.into_iter().map(|session| (session.probe, (session.host, session.connection))).unzip()
 }
 
-/// Informs all agents that `launch check` has ended with an exit code, and waits until they have
-/// ended, at most for [`JOINED_AGENT_END_TIMEOUT`].
+/// Sends all agents the end of `launch check` with the exit code `exit_code`, and waits for a
+/// limited time until the agents have ended.
 pub(super) async fn end_probed_agents(mut agents: Vec<ProbedAgent>, exit_code: u8) {
     for (_, connection) in &mut agents {
         if let Some(connection) = connection {
@@ -163,8 +164,8 @@ pub(super) async fn end_probed_agents(mut agents: Vec<ProbedAgent>, exit_code: u
     }
 }
 
-/// The control connection to an agent, as two queues: of messages to the agent and of messages from
-/// it.
+/// The control connection to an agent during `launch check`, with a queue for outgoing messages and
+/// a queue for received messages.
 pub(super) struct AgentConnection {
     outbox: Outbox<ToAgent>,
     inbox: mpsc::Receiver<((), Result<Option<FromAgent>, FrameError>)>,
@@ -176,8 +177,8 @@ impl AgentConnection {
         self.outbox.send_message(MessagePriority::Critical, message);
     }
 
-    /// Waits for a message of the agent from which `select` extracts a value, and returns the
-    /// value. Other messages are dropped.
+    /// Waits for the first message of the agent that the function `select` accepts, and returns the
+    /// value that `select` extracts from this message. Other messages are dropped.
     ///
     /// Fails if the agent reports an error, if the connection ends, or if no such message arrives
     /// within `limit`. With `None`, the time is not limited.
@@ -261,8 +262,8 @@ async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: Stri
     ProbeSession { probe, host, connection }
 }
 
-/// Chooses the error to report for a host without an answer: the connection's error, the error of
-/// the agent's start, or else `error`.
+/// Chooses the error to report for a host whose agent sent no answer: a connection error first,
+/// then a start error, and otherwise `error`.
 ///
 /// Returns the first of these that exists: the error of the connection to the host, the error of
 /// starting the agent, and `error`. Adds the text of the agent's stderr to the message of the
@@ -332,8 +333,8 @@ fn read_unix_time_s() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64()
 }
 
-/// Returns the addresses at which the agent of a host accepts test connections of other agents.
-/// Returns `None` if the host was not inspected or the agent does not listen.
+/// Returns the addresses on which the agent of a host accepts test connections from the agents of
+/// other hosts. Returns `None` if the host was not inspected or the agent does not listen.
 fn find_peer_listener(probe: &ProbeResult) -> Option<PeerListener> {
     let inspection = probe.inspection.as_ref()?;
     let port = inspection.port?;
@@ -341,8 +342,8 @@ fn find_peer_listener(probe: &ProbeResult) -> Option<PeerListener> {
     Some(PeerListener { name: probe.name.clone(), addresses, greeting: inspection.greeting.clone() })
 }
 
-/// Selects the other hosts to which host `index` opens test connections, and returns where their
-/// agents listen.
+/// Returns the listening addresses of the other hosts to which host `index` opens test connections:
+/// all hosts of a small job, or a few hosts of a large one.
 ///
 /// These are all other hosts or, if the job has more than [`MAX_FULL_MESH_HOSTS`] hosts, the first
 /// host and the [`NEIGHBOURS_PER_HOST`] hosts after host `index`. Omits hosts that have no

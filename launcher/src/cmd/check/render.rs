@@ -54,7 +54,8 @@ pub(super) fn render_text(report: &CheckReport) -> String {
     text
 }
 
-/// Returns the rows of the table of checks, the first with the column names.
+/// Returns the rows of a table with one row for each check of `launch check`, after a row with the
+/// column names.
 ///
 /// The columns are the name of a check, the number of hosts by level, and the values that were
 /// observed on the first and the last host where the check passed.
@@ -91,8 +92,8 @@ fn format_check_rows(hosts: &[HostReport]) -> Vec<Vec<String>> {
     rows
 }
 
-/// Returns the worst result among the checks with the name `name` on a host, or `None` if the host
-/// has no such check.
+/// Returns the most severe result of the check `name` on a host, where a failure is worse than a
+/// warning, or `None` if the host lacks this check.
 fn find_worst_check<'h>(host: &'h HostReport, name: &str) -> Option<&'h CheckResult> {
     let severity = |check: &&CheckResult| match check.level {
         CheckLevel::Ok => 0,

@@ -92,8 +92,8 @@ fn parse_memory_limit(text: &str) -> Result<u64, OptionValueError> {
     }
 }
 
-/// One `--group PATTERN=N` option, which assigns parameters with matching names to the optimizer
-/// group with the number N.
+/// The value of one `--group PATTERN=N` option, which assigns all parameters whose names match the
+/// pattern to the optimizer's parameter group N.
 #[derive(Clone, Debug)]
 struct OptimizerGroupRule {
     pattern: GlobMatcher,
@@ -111,8 +111,9 @@ fn parse_group_rule(text: &str) -> Result<OptimizerGroupRule, OptionValueError> 
     Ok(OptimizerGroupRule { pattern: glob.compile_matcher(), group })
 }
 
-/// Assigns optimizer groups, as the `--group` rules require, to parameters whose group the
-/// checkpoint does not record. Returns the group of each parameter whose name a rule matches.
+/// Determines the optimizer's parameter group from the `--group` rules for each parameter whose
+/// group is not recorded in the checkpoint. Returns the group of each parameter whose name a rule
+/// matches.
 ///
 /// Fails if the checkpoint records all groups, if a rule matches no parameter or names a group that
 /// does not exist, or if two rules match one parameter.
@@ -161,14 +162,14 @@ fn assign_optimizer_groups(
     Ok(assigned.into_iter().map(|(name, rule)| (name, rule.group)).collect())
 }
 
-/// Creates the error that `option` contradicts another option or does not fit the checkpoint, as
-/// `message` describes.
+/// Creates an error with the message `message` that concerns the command-line option `option` of
+/// `launch ckpt convert`.
 fn option_error(code: Code, option: &str, message: String) -> Diagnostic {
     Diagnostic::error(code, message).with_subject(option)
 }
 
-/// Checks that each option applies to the output format that `--to` selects, and that the
-/// `--memory` limit suffices to write the output.
+/// Fails if an option of `launch ckpt convert` does not fit the output format, or if the `--memory`
+/// limit is too small to write the output.
 fn check_options(args: &ConvertArgs) -> diagnostic::Result<()> {
     let weights_only = args.to == TargetFormat::Safetensors;
     let unsupported = |option: &str, reason: &str| {

@@ -46,8 +46,8 @@ fn shard_file_to_json(checkpoint: &Checkpoint, file: usize, name: &str, bytes: u
     value
 }
 
-/// Lists the shards of a checkpoint that are stored on other hosts, as text with the name and the
-/// host of each shard. Returns `None` if all shards are on this host.
+/// Returns a text with the name and the host of each shard of a checkpoint that is stored on
+/// another host. Returns `None` if all shards are on this host.
 fn format_remote_shards(checkpoint: &Checkpoint) -> Option<String> {
     let absent = checkpoint
         .shard_sizes()
@@ -62,8 +62,8 @@ fn format_remote_shards(checkpoint: &Checkpoint) -> Option<String> {
     (!lines.is_empty()).then(|| lines.join(", "))
 }
 
-/// Returns the names of the parts of a complete training state that the checkpoint does not
-/// contain, such as `optimizer state`.
+/// Lists what a checkpoint lacks for a complete training state, by names such as `optimizer state`
+/// or `data cursor`.
 fn list_missing_parts(checkpoint: &Checkpoint) -> Vec<&'static str> {
     let facts = checkpoint.run_facts();
     let optimizer = checkpoint.tensors().any(|t| t.role.is_optimizer_state());
@@ -142,8 +142,8 @@ pub(super) fn describe_external_as_text(checkpoint: &ExternalCheckpoint) -> Stri
         + &format_rng_stream_table(checkpoint)
 }
 
-/// Formats the number of optimizer updates that the weights of a checkpoint had: one number or, if
-/// the weights differ, a range. Returns `unknown` if there are no counts.
+/// Formats how many optimizer updates the weights of a checkpoint have received, as one number or
+/// as a range if the weights differ. Returns `unknown` if there are no counts.
 fn format_update_counts<'a>(steps: impl Iterator<Item = &'a u64>) -> String {
     let distinct: std::collections::BTreeSet<u64> = steps.copied().collect();
     match (distinct.first(), distinct.last()) {
@@ -153,8 +153,9 @@ fn format_update_counts<'a>(steps: impl Iterator<Item = &'a u64>) -> String {
     }
 }
 
-/// Formats a table of the RNG streams (random generators) of all ranks of a checkpoint, or an error
-/// text if their files are unreadable. The result is empty if the checkpoint has no RNG files.
+/// Formats a table with a digest of each rank's random generator states in a checkpoint, or an
+/// error text if the state files are unreadable. The result is empty if the checkpoint has no RNG
+/// files.
 ///
 /// Two streams whose digests in the table are equal produce equal random numbers.
 fn format_rng_stream_table(checkpoint: &ExternalCheckpoint) -> String {
@@ -177,8 +178,8 @@ fn format_rng_stream_table(checkpoint: &ExternalCheckpoint) -> String {
     format!("\n{}", format_table(&table))
 }
 
-/// Computes digests of the RNG states in a checkpoint's directory or, if that has no RNG files, in
-/// its parent directory.
+/// Computes a digest of each RNG state that is stored with a checkpoint, in the directory of the
+/// checkpoint or otherwise in the parent directory.
 fn read_rng_streams(checkpoint: &ExternalCheckpoint) -> diagnostic::Result<Vec<RngStateDigest>> {
     if checkpoint.facts().rng_files.is_empty() {
         return Ok(Vec::new());
@@ -296,8 +297,8 @@ fn format_group_table(groups: &Value) -> String {
     if groups.is_empty() { String::new() } else { format_table(&rows) }
 }
 
-/// Formats `text`, which comes from a checkpoint's file, as one table cell of at most
-/// [`MAX_CELL_CHARS`] characters.
+/// Shortens a text from a checkpoint's file to a table cell of at most [`MAX_CELL_CHARS`]
+/// characters and an ellipsis.
 fn format_cell(text: &str) -> String {
     let mut cell: String = text.chars().take(MAX_CELL_CHARS).collect();
     if cell.len() < text.len() {

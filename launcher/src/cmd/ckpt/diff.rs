@@ -46,7 +46,8 @@ pub(super) fn run(args: DiffArgs, json: bool) -> diagnostic::Result<u8> {
     Ok(if report.is_equal() { exit::DONE } else { exit::FAILED })
 }
 
-/// Returns the tensors and tied weights of a checkpoint as one of the two inputs of a comparison.
+/// Returns an opened checkpoint in the form that the comparison of two checkpoints expects: its
+/// tensors and its tied weights.
 fn to_diff_side(found: &OpenedCheckpoint) -> DiffSide<'_> {
     let ties: &[TiedWeight] = match found {
         OpenedCheckpoint::Native(newest) => &newest.checkpoint.run_facts().model.ties,
@@ -134,8 +135,8 @@ fn format_index(mut element: u64, shape: &[u64]) -> String {
     format!("{indices:?}")
 }
 
-/// Describes which of two compared checkpoints, `a` or `b`, is the other one rounded, and to which
-/// dtype. Example: `b is a rounded to bf16`.
+/// Returns a text that states which of the two compared checkpoints has the rounded values of the
+/// other one, and the dtype of the rounding. Example: `b is a rounded to bf16`.
 fn describe_rounding(cast: RoundingCast) -> &'static str {
     match cast {
         RoundingCast::BIsBf16OfA => "b is a rounded to bf16",
@@ -145,8 +146,8 @@ fn describe_rounding(cast: RoundingCast) -> &'static str {
     }
 }
 
-/// Describes the rounding (such as from fp32 to bf16) that explains all differences between the
-/// tensors of two checkpoints. Returns `None` if no single rounding explains all differences.
+/// Returns a text about the rounding (such as from fp32 to bf16) by which all differing tensors of
+/// two checkpoints differ. Returns `None` if no single rounding explains all differences.
 fn describe_common_rounding(report: &DiffReport) -> Option<String> {
     let cast = report.different.first()?.values.cast?;
     let is_common = report.different.iter().all(|d| d.values.cast == Some(cast));

@@ -12,8 +12,9 @@ use diagnostic::{
 use jobspec::{JobSpec, ResumeFrom, RngPolicy, env};
 use std::path::{Path, PathBuf};
 
-/// The placeholder in `run.command` for the directory to resume from. If the program starts from
-/// the beginning, an empty text replaces the placeholder.
+/// The text in `run.command` that launch replaces by the path of the checkpoint directory from
+/// which the program resumes. If the program starts from the beginning, an empty text replaces the
+/// placeholder.
 const RESUME_PLACEHOLDER: &str = "{resume}";
 
 /// Finds the checkpoint that `resume.from` selects, adapts it to the job's world size, and passes
@@ -43,8 +44,8 @@ pub(crate) fn prepare_program_resume(job: &JobSpec, plan: &mut Plan) -> diagnost
     Ok(())
 }
 
-/// Finds the checkpoint directory that `resume.from` selects and, if needed, prepares a directory
-/// with random generator states for `world` workers.
+/// Finds the checkpoint directory that `resume.from` selects and, if its random generator states
+/// are for another world size, prepares a directory for `world` workers.
 ///
 /// Returns the absolute path, or `None` if the program starts without a checkpoint. Also returns
 /// notes for the user. A note about the changes of the checkpoint has the fields `path`, the

@@ -1,5 +1,5 @@
-//! `launch ckpt repair`: rebuilds the parts of a damaged checkpoint that can be derived from other
-//! parts, and reports the remaining damage as lost.
+//! `launch ckpt repair`: rebuilds damaged parts of a checkpoint from redundant data in other parts,
+//! and reports parts that cannot be rebuilt as lost.
 use super::output::{report_to_json, write_stderr_line};
 use crate::cmd::output::{print_json, print_line};
 use ckpt::RepairOptions;

@@ -26,8 +26,8 @@ pub(super) struct VerifyArgs {
     pub(super) strict: bool,
 }
 
-/// Runs `launch ckpt verify`: verifies the checkpoint, or each checkpoint in the directory, at the
-/// given path and prints the result.
+/// Runs `launch ckpt verify`: verifies the checkpoint at the given path, or all checkpoints in the
+/// directory at that path, and prints the result.
 ///
 /// With `--values`, NaN and infinite values are counted. Returns exit code 4 if a checkpoint is
 /// damaged or, with `--strict`, if there are warnings or files without checksums.
@@ -58,8 +58,8 @@ pub(super) fn run(args: VerifyArgs, json: bool) -> diagnostic::Result<u8> {
     Ok(if sound { exit::DONE } else { exit::CHECKPOINT })
 }
 
-/// Lists the verified checkpoints that have files without checksums, one line each with the names
-/// of the first files.
+/// Formats a line about each checkpoint in `report` that has files without checksums, with the
+/// number and the first names of these files.
 pub(super) fn list_unchecked_files(report: &VerifyReport) -> Vec<String> {
     let line = |c: &CheckpointReport| {
         let (path, files) = (c.path.display(), format_count(c.unchecked.len(), "file"));

@@ -64,9 +64,9 @@ fn event_loop_error(error: &std::io::Error) -> Diagnostic {
         .with_cause(error)
 }
 
-/// Fails if the path that `launch ckpt watch` watches is a file, or if `--gather` names the watched
-/// directory itself. Gathered weights have the name of their checkpoint and thus need another
-/// directory.
+/// Fails if `launch ckpt watch` is to watch a file instead of a directory, or to write gathered
+/// weights (`--gather`) into the watched directory. Gathered weights have the name of their
+/// checkpoint and thus need another directory.
 fn check_options(args: &WatchArgs) -> diagnostic::Result<()> {
     if args.dir.is_file() {
         let path = args.dir.display().to_string();

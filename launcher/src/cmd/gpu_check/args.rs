@@ -3,8 +3,8 @@
 use clap::Args;
 use std::path::PathBuf;
 
-/// A function that implements `launch gpu-check`: compares a GPU with the CPU as the arguments
-/// require, and prints the results to stdout. Returns whether all results agree with the CPU.
+/// A function that implements `launch gpu-check`, which compares the results of operations on a GPU
+/// with those on the CPU and prints the comparison. Returns whether all results agree with the CPU.
 ///
 /// Crate `launcher` does not depend on crate `worker`, which implements the check. The `main`
 /// function of the executable passes the implementation to [`crate::main`].

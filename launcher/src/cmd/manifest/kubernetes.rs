@@ -19,8 +19,8 @@ const KEY_DIRECTORY: &str = "/etc/launch/key";
 const REPLICATED_JOB_NAME: &str = "node";
 /// The port at which the pod of node 0 listens for the other nodes.
 const RENDEZVOUS_PORT: u16 = 29400;
-/// The largest length of a job's name, in characters, for which the names of its pods fit into DNS
-/// labels.
+/// The largest number of characters in a job's name with which the names of the job's pods are
+/// still valid DNS labels.
 const MAX_JOB_NAME_CHARS: usize = 40;
 /// The time that a built-in training gets to save a checkpoint after SIGTERM, in seconds.
 const BUILTIN_SAVE_SECONDS: u64 = 600;
@@ -140,8 +140,8 @@ fn make_object_name(name: &str) -> String {
     }
 }
 
-/// The inputs from which the Kubernetes objects of one job are built: the job, its name, its nodes
-/// and the options of the command.
+/// What is needed to build the Kubernetes objects of one job: the job, its object name, its number
+/// of nodes, and the command's options.
 struct KubernetesManifestBuilder<'a> {
     args: &'a KubernetesArgs,
     job: &'a JobSpec,
@@ -151,8 +151,9 @@ struct KubernetesManifestBuilder<'a> {
 }
 
 impl KubernetesManifestBuilder<'_> {
-    /// Builds a Kubernetes object of the kind `kind`. Its name is that of the job with `suffix`,
-    /// and its members are those of `content`.
+    /// Returns a Kubernetes object of the given API version and kind, with the members of `content`
+    /// and the job's name followed by `suffix`. Its name is that of the job with `suffix`, and its
+    /// members are those of `content`.
     fn build_object(&self, version: &str, kind: &str, suffix: &str, content: Value) -> Value {
         let mut metadata = json!({"name": format!("{}{suffix}", self.name), "labels": self.build_labels()});
         if let Some(namespace) = &self.args.namespace {
@@ -274,7 +275,8 @@ impl KubernetesManifestBuilder<'_> {
         Ok(spec)
     }
 
-    /// Builds the container of a pod with the volume mounts `mounts`.
+    /// Builds the container of a pod, which runs `launch run` for one node of the job with the
+    /// volume mounts `mounts`.
     fn build_container(&self, mounts: Vec<Value>) -> diagnostic::Result<Value> {
         let mut command =
             vec!["launch".to_owned(), "run".to_owned(), format!("{JOB_FILE_DIRECTORY}/job.yaml")];

@@ -14,7 +14,7 @@ pub(super) fn format_yaml_documents(values: &[Value]) -> String {
     text
 }
 
-/// Appends the YAML lines of a mapping or a list, indented by `indent` columns.
+/// Appends a JSON object or array to the text as YAML lines, indented by `indent` columns.
 fn append_mapping_or_list(value: &Value, indent: usize, text: &mut String) {
     let pad = " ".repeat(indent);
     match value {
@@ -46,7 +46,8 @@ fn append_mapping_or_list(value: &Value, indent: usize, text: &mut String) {
     }
 }
 
-/// Appends the YAML text of a key's value, which follows the colon.
+/// Appends the YAML text of a mapping value, after the key and the colon that the caller has
+/// already written.
 fn write_value(value: &Value, indent: usize, text: &mut String) {
     match value {
         Value::Object(entries) if entries.is_empty() => text.push_str(" {}\n"),
@@ -68,8 +69,8 @@ fn write_value(value: &Value, indent: usize, text: &mut String) {
     }
 }
 
-/// Returns whether a text can be written as a literal block of YAML (`|`): several lines of
-/// printable text.
+/// Returns whether a text can be written as a literal block of YAML (`|`), because it consists of
+/// complete lines of printable text.
 fn can_be_literal_block(text: &str) -> bool {
     text.ends_with('\n')
         && !text.ends_with("\n\n")

@@ -1,4 +1,5 @@
-//! Formats how `run.activate` changes the environment on this machine, for `launch plan --verbose`.
+//! Formats which environment variables the activation of environments (`run.activate`), such as
+//! Conda's, changes on this machine, for `launch plan --verbose`.
 use crate::{agent::environment_changes::EnvironmentChanges, secrets::redact_secret_value};
 use serde_json::{Map, Value, json};
 use std::{
@@ -28,8 +29,8 @@ pub(super) fn format_env_changes(changes: &EnvironmentChanges, host: &str) -> St
     text
 }
 
-/// Returns the changes of environment variables by `run.activate` as a JSON object. Secret values
-/// are redacted.
+/// Returns the environment variables that the activation of environments (`run.activate`) adds,
+/// changes or removes, as a JSON object. Secret values are redacted.
 pub(super) fn env_changes_to_json(changes: &EnvironmentChanges) -> Value {
     let object = |variables: &BTreeMap<OsString, OsString>| -> Map<String, Value> {
         variables

@@ -1,16 +1,20 @@
-//! [`MemoryCopyTime`]: how long the memory copies of a training state take (`checkpoint.memory`).
+//! [`MemoryCopyTime`]: the estimated time for copying the training state to the memory of hosts, as
+//! `checkpoint.memory` requests.
 use crate::plan::MemoryCopyCost;
 use std::time::{Duration, Instant};
 
-/// The size of the buffer whose copy is measured, in bytes. It is larger than most caches.
+/// The size, in bytes, of the buffer that is copied to measure how fast this machine copies memory.
+/// It is larger than most caches.
 const MEASURED_BYTES: usize = 16 << 20;
-/// How many times the copy rate is measured; only the fastest measurement is used.
+/// How many times the memory copy rate of this machine is measured, of which the fastest
+/// measurement is used.
 const MEASUREMENTS: usize = 3;
-/// The assumed network bandwidth of a host, in bytes per second (100 Gb/s), for the estimated time
-/// to send memory copies.
+/// The assumed network bandwidth of a host in bytes per second (100 Gb/s), from which the time for
+/// sending memory copies is estimated.
 const NETWORK_BYTES_PER_SECOND: f64 = 100e9 / 8.0;
 
-/// The estimated time in which training waits for each memory copy of its state.
+/// The estimated times for copying the training state to the memory of each rank's host
+/// (`checkpoint.memory`), and for sending the copies to other hosts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct MemoryCopyTime {
     /// The time in which the slowest rank copies its state to the memory of its host and hashes it.
@@ -20,8 +24,9 @@ pub(super) struct MemoryCopyTime {
 }
 
 impl MemoryCopyTime {
-    /// Estimates the time for memory copies from the size of each rank's state and the rank's
-    /// number of threads. `bytes_per_second` is the rate at which one thread copies and hashes.
+    /// Estimates the time for copying the training state to host memory, from each rank's state
+    /// size and number of threads. `bytes_per_second` is the rate at which one thread copies and
+    /// hashes.
     pub(super) fn estimate(
         cost: &MemoryCopyCost,
         states: impl Iterator<Item = (u64, u32)>,
@@ -48,8 +53,8 @@ impl MemoryCopyTime {
     }
 }
 
-/// Measures how many bytes per second a thread of this machine copies and hashes (BLAKE3), as a
-/// worker does for a memory copy.
+/// Measures how many bytes per second a thread of this machine copies to other memory and hashes
+/// (BLAKE3), as workers do for `checkpoint.memory`.
 pub(super) fn measure_copy_rate() -> f64 {
     let source = vec![1_u8; MEASURED_BYTES];
     let mut copy = vec![0_u8; MEASURED_BYTES];

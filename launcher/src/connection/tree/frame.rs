@@ -1,19 +1,22 @@
-//! [`TreeFrame`]: a message between two neighbours in the tree of agents.
+//! [`TreeFrame`]: a message on a connection between two agents, or between agent and controller, of
+//! which one forwards messages for the other.
 use diagnostic::Diagnostic;
 use jobspec::{InterfaceSelector, PortSelection};
 use protocol::control::JobSecretKey;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::{fmt, net::SocketAddr};
 
-/// The largest size of a message between two neighbours in the tree of agents, in bytes.
+/// The largest size, in bytes, of a message on a connection between two agents, or between agent
+/// and controller, in the tree of agents.
 pub(crate) const MAX_TREE_FRAME_BYTES: u32 = 64 << 10;
 
-/// The ID of an agent in the tree, which also identifies the control connection between this agent
-/// and the controller. A controller gives each agent that it starts another number.
+/// The number of an agent in the tree of agents, which also identifies the control connection
+/// between this agent and the controller. A controller gives each agent that it starts another
+/// number.
 pub(crate) type StreamId = u64;
 
-/// A message between two neighbours in the tree of agents, such as a piece of the control
-/// connection of an agent.
+/// A message between directly connected processes in the tree of agents, such as forwarded bytes of
+/// another agent's control connection.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum TreeFrame {
     /// The first message to an agent on its standard input: its place in the tree.
@@ -90,8 +93,8 @@ impl TreeFrame {
     }
 }
 
-/// An agent of the tree that accepts connections of other agents and passes on their messages, with
-/// its listening addresses.
+/// An agent through which other agents may reach the controller, given by its ID and its listening
+/// addresses.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TreeParent {
     /// The stream whose end the agent is.
@@ -99,8 +102,8 @@ pub(crate) struct TreeParent {
     pub(crate) addresses: Vec<SocketAddr>,
 }
 
-/// The first message to an agent of the tree, with the tree's key, the agents to which it may
-/// connect, and time limits.
+/// The first message to a new agent of the tree, with the key for connections between agents, the
+/// agents to connect to, and time limits.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct TreeSetup {
     /// The stream whose end the agent is.
@@ -127,8 +130,8 @@ pub(crate) struct TreeSetup {
     pub(crate) fetch_token: String,
 }
 
-/// How many bytes of an agent's control connection one end has received, and how many of these its
-/// reader has consumed. The end of a direction counts as one byte.
+/// The number of bytes of an agent's control connection that have arrived at one end, and how many
+/// of these the process there has read. The end of a direction counts as one byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct StreamProgress {
     /// The offset behind the last received byte.
@@ -137,12 +140,14 @@ pub(crate) struct StreamProgress {
     pub(crate) acknowledged: u64,
 }
 
-/// A piece of an agent's control connection through the tree, encoded as MessagePack binary data.
+/// Bytes of an agent's control connection that are sent through the tree of agents, encoded as
+/// MessagePack binary data instead of an array.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct StreamBytes(pub(crate) Vec<u8>);
 
 impl fmt::Debug for StreamBytes {
-    /// Formats the number of bytes, because the bytes may contain secrets.
+    /// Formats only the number of the bytes for debugging, because the bytes themselves may contain
+    /// secrets.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "StreamBytes({})", self.0.len())
     }
@@ -156,7 +161,8 @@ impl Serialize for StreamBytes {
 
 impl<'de> Deserialize<'de> for StreamBytes {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        /// A serde visitor that accepts only MessagePack binary data.
+        /// A serde visitor that accepts only MessagePack binary data, and copies the data into a
+        /// [`StreamBytes`].
         struct BytesVisitor;
         impl de::Visitor<'_> for BytesVisitor {
             type Value = StreamBytes;

@@ -1,5 +1,5 @@
-//! [`LinkSet`]: the open connections of one process to its neighbours in the tree of agents, with
-//! their send queues.
+//! [`LinkSet`]: the connections and send queues of one process (agent or controller) to the agents
+//! with which it is directly connected.
 use super::frame::{MAX_TREE_FRAME_BYTES, TreeFrame};
 use crate::connection::{FrameError, encode_frame, frame_tasks::BATCH_BYTES, read_short_frame};
 use std::{
@@ -18,26 +18,28 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-/// The number that identifies a link (a connection to a neighbour in the tree of agents) within
-/// this process.
+/// The number that identifies a direct connection to another process of the tree of agents (a link)
+/// within this process.
 pub(crate) type LinkId = u64;
-/// A frame (message) that arrived from a neighbour in the tree, or the end of the link to the
-/// neighbour (`None`).
+/// A message that arrived over a direct connection to another process of the tree of agents, or
+/// `None` when this connection has ended.
 pub(crate) type LinkInput = (LinkId, Option<TreeFrame>);
 
-/// The largest number of bytes that may wait to be sent to one neighbour in the tree. A link with
-/// more is closed, and the streams on it find another way.
+/// The largest number of bytes that may wait to be sent on one direct connection in the tree of
+/// agents before this connection is closed. A link with more is closed, and the streams on it find
+/// another way.
 const MAX_QUEUED_BYTES: usize = 64 << 20;
-/// The number of bytes queued towards the controller above which a process stops reading messages
-/// from the agents below it in the tree.
+/// The number of bytes in an agent's send queue towards the controller above which the agent stops
+/// reading from the agents whose messages it forwards.
 const UPLINK_HIGH_WATER_BYTES: usize = 1 << 20;
 /// The estimated memory, in bytes, that a queued message (frame) needs in addition to its content.
 const FRAME_OVERHEAD_BYTES: usize = 64;
-/// How long the frames that wait for a neighbour may take to be written, after the link to the
-/// neighbour was closed. Afterwards the frames are dropped, because the neighbour takes none.
+/// How long the queued messages of a closed connection in the tree of agents may take to be written
+/// before they are dropped. Afterwards the frames are dropped, because the neighbour takes none.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A connection to a neighbour in the tree of agents, with its queue of frames and its tasks.
+/// A direct connection of this process to another process in the tree of agents, with its send
+/// queue and its reading and writing tasks.
 struct Link {
     queue: mpsc::Sender<TreeFrame>,
     /// The number of bytes in the queue.
@@ -48,8 +50,8 @@ struct Link {
 }
 
 impl Link {
-    /// Closes a connection to a neighbour in the tree after the messages in its queue were written,
-    /// or after [`FLUSH_TIMEOUT`].
+    /// Closes a direct connection in the tree of agents after its queued messages were written, or
+    /// after [`FLUSH_TIMEOUT`].
     async fn flush_and_close(self) {
         let Link { queue, reader, mut writer, .. } = self;
         reader.abort();
@@ -60,8 +62,8 @@ impl Link {
     }
 }
 
-/// The connections (links) of the controller or of one agent to its neighbours in the tree of
-/// agents.
+/// All direct connections (links) of the controller or of one agent to other processes in the tree
+/// of agents.
 #[derive(Default)]
 pub(crate) struct LinkSet {
     links: HashMap<LinkId, Link>,
@@ -72,8 +74,8 @@ pub(crate) struct LinkSet {
 }
 
 impl LinkSet {
-    /// Adds a connection to a neighbour in the tree, over the streams `input` and `output`, and
-    /// starts its reading and writing tasks. Its frames arrive in `inbox`.
+    /// Adds a direct connection to another process of the tree of agents, over the streams `input`
+    /// and `output`, and starts its two tasks. Its frames arrive in `inbox`.
     pub(crate) fn add_link(
         &mut self,
         input: impl AsyncRead + Send + Unpin + 'static,
@@ -91,9 +93,9 @@ impl LinkSet {
         id
     }
 
-    /// Queues a message (frame) to the neighbour at the other end of a connection (link) of the
-    /// tree. Closes a link whose queue is full, which [`LinkSet::take_overflowed_links`] reports.
-    /// Never blocks.
+    /// Queues a message to be sent on the direct connection `link` to another process of the tree
+    /// of agents. Closes a link whose queue is full, which [`LinkSet::take_overflowed_links`]
+    /// reports. Never blocks.
     pub(crate) fn send_frame(&mut self, link: LinkId, frame: TreeFrame) {
         let Some(target) = self.links.get(&link) else { return };
         let size = estimate_frame_bytes(&frame);
@@ -106,42 +108,43 @@ impl LinkSet {
         _ = target.queue.try_send(frame);
     }
 
-    /// Removes and returns the list of tree connections that were closed because too many bytes
-    /// were waiting to be sent.
+    /// Returns the tree connections that were closed since the last call because their send queues
+    /// had become too long.
     pub(crate) fn take_overflowed_links(&mut self) -> Vec<LinkId> {
         std::mem::take(&mut self.overflowed)
     }
 
-    /// Records that a message (frame) has just arrived from a neighbour in the tree, which proves
-    /// that the neighbour is alive. Returns whether the link is open.
+    /// Records that a message has just arrived on the connection `link`, so that the process at the
+    /// other end counts as alive. Returns whether the link is open.
     pub(crate) fn record_frame_arrival(&mut self, link: LinkId) -> bool {
         let found = self.links.get_mut(&link);
         found.map(|link| link.last_heard = Instant::now()).is_some()
     }
 
-    /// Closes a link to a neighbour in the tree. The frames in its queue are still written, for
-    /// [`FLUSH_TIMEOUT`] at most.
+    /// Closes the direct connection `link` to another process in the tree of agents. The frames in
+    /// its queue are still written, for [`FLUSH_TIMEOUT`] at most.
     pub(crate) fn close_link(&mut self, link: LinkId) {
         if let Some(link) = self.links.remove(&link) {
             tokio::spawn(link.flush_and_close());
         }
     }
 
-    /// Closes the links to all neighbours after the queued frames were written, or after a short
-    /// time.
+    /// Closes all direct connections in the tree of agents after their queued messages were
+    /// written, or after [`FLUSH_TIMEOUT`].
     pub(crate) async fn flush_and_close_all(&mut self) {
         let mut closed: JoinSet<()> = self.links.drain().map(|(_, link)| link.flush_and_close()).collect();
         while closed.join_next().await.is_some() {}
     }
 
-    /// Returns the connections (links) to neighbours from which nothing has arrived for longer than
-    /// the duration `lease`.
+    /// Returns the direct connections in the tree of agents on which no message has arrived for
+    /// longer than `lease`.
     pub(crate) fn list_silent_links(&self, lease: Duration) -> Vec<LinkId> {
         let silent = self.links.iter().filter(|(_, link)| link.last_heard.elapsed() > lease);
         silent.map(|(id, _)| *id).collect()
     }
 
-    /// Sends a heartbeat (a sign of life) to every neighbour in the tree.
+    /// Queues a heartbeat on each direct connection in the tree of agents, by which the other end
+    /// recognizes that this process is alive.
     pub(crate) fn send_heartbeats(&mut self) {
         let links: Vec<LinkId> = self.links.keys().copied().collect();
         for link in links {
@@ -149,8 +152,8 @@ impl LinkSet {
         }
     }
 
-    /// Shifts the last receive time of all neighbours by `pause`, so that a pause of this process
-    /// does not count as their silence.
+    /// Postpones the silence time limits of all neighbours in the tree by `pause`, because this
+    /// process was paused and could not receive messages.
     pub(crate) fn exclude_pause_from_silence(&mut self, pause: Duration) {
         let now = Instant::now();
         for link in self.links.values_mut() {
@@ -158,29 +161,29 @@ impl LinkSet {
         }
     }
 
-    /// Sets the last receive time of every neighbour except `except` to now, because this process
-    /// has not read their messages until now.
+    /// Restarts the silence time limits of all neighbours in the tree except `except`, because this
+    /// process has not read their messages until now.
     pub(crate) fn reset_silence_except(&mut self, except: Option<LinkId>) {
         let now = Instant::now();
         let renewed = self.links.iter_mut().filter(|(id, _)| Some(**id) != except);
         renewed.for_each(|(_, link)| link.last_heard = now);
     }
 
-    /// Returns the connections (links) to all neighbours in the tree but `except`.
+    /// Returns all direct connections of this process in the tree of agents, without the connection
+    /// `except`.
     pub(crate) fn list_links_except(&self, except: Option<LinkId>) -> Vec<LinkId> {
         self.links.keys().copied().filter(|link| Some(*link) != except).collect()
     }
 
-    /// Returns whether so many bytes are queued for a tree neighbour that this process must stop
-    /// reading messages for that neighbour.
+    /// Returns whether the send queue of the connection `link` is so long that this process must
+    /// pause reading messages that it forwards over `link`.
     pub(crate) fn is_congested(&self, link: Option<LinkId>) -> bool {
         let link = link.and_then(|link| self.links.get(&link));
         link.is_some_and(|link| link.queued.load(Ordering::Relaxed) > UPLINK_HIGH_WATER_BYTES)
     }
 }
 
-/// Estimates the number of bytes of memory that a message (frame) needs in the queue to a neighbour
-/// in the tree.
+/// Estimates how many bytes of memory a message occupies while it waits in a send queue.
 fn estimate_frame_bytes(frame: &TreeFrame) -> usize {
     FRAME_OVERHEAD_BYTES
         + match frame {
@@ -190,9 +193,9 @@ fn estimate_frame_bytes(frame: &TreeFrame) -> usize {
         }
 }
 
-/// Reads the messages (frames) of a neighbour in the tree and passes them to the channel `inbox`,
-/// until the connection ends or the channel is closed. An error is an end, too, because nothing
-/// after it can be read.
+/// Reads the messages that arrive on one direct connection in the tree of agents, and passes them
+/// to the channel `inbox` until either is closed. An error is an end, too, because nothing after it
+/// can be read.
 async fn read_frames_of_link(id: LinkId, input: impl AsyncRead + Unpin, inbox: mpsc::Sender<LinkInput>) {
     let mut input = BufReader::new(input);
     loop {
@@ -209,8 +212,8 @@ async fn read_frames_of_link(id: LinkId, input: impl AsyncRead + Unpin, inbox: m
     }
 }
 
-/// Writes the queued messages (frames) to a neighbour in the tree, until the queue is closed and
-/// empty, or the connection fails.
+/// Writes the queued messages of one direct connection in the tree of agents, until the queue is
+/// closed and empty or the connection fails.
 async fn write_frames_to_link(
     mut output: impl AsyncWrite + Unpin,
     mut queue: mpsc::Receiver<TreeFrame>,

@@ -1,5 +1,5 @@
-//! [`LocalStream`]: connects the reader and writer of a control connection in this process to the
-//! tree of agents, which carries the bytes.
+//! [`LocalStream`]: moves the bytes of a control connection between the code of this process that
+//! uses the connection and the router that forwards them.
 use super::{frame::StreamId, router::TreeRouter};
 use std::sync::Arc;
 use tokio::{
@@ -7,15 +7,15 @@ use tokio::{
     sync::{Semaphore, mpsc},
 };
 
-/// The capacity, in bytes, of each in-memory pipe between a control connection in this process and
-/// the tree of agents.
+/// The capacity, in bytes, of each in-memory pipe through which this process writes to or reads
+/// from a control connection.
 const PIPE_BYTES: usize = 64 << 10;
-/// The largest number of bytes that one read takes from what this process has written to a control
-/// connection. A controller has thousands of streams.
+/// The largest number of bytes of a control connection that are taken at once from the in-memory
+/// pipe into which this process writes. A controller has thousands of streams.
 const READ_BYTES: usize = 4 << 10;
 
-/// What happened at this process's end of a control connection through the tree: bytes were
-/// written, the writer has ended, or received bytes were read.
+/// A notification from this process's end of a control connection: bytes to send, the end of the
+/// bytes to send, or a number of bytes that were read.
 #[derive(Debug)]
 pub(crate) enum LocalStreamEvent {
     /// The writer has written these bytes.
@@ -26,8 +26,8 @@ pub(crate) enum LocalStreamEvent {
     Consumed(StreamId, usize),
 }
 
-/// One end of a control connection through the tree of agents, in the process that reads and writes
-/// the connection's messages. Dropping it ends the stream for the reader.
+/// The end of an agent's control connection in this process, which is linked by in-memory pipes to
+/// the router of the tree of agents. Dropping it ends the stream for the reader.
 pub(crate) struct LocalStream {
     /// The bytes that the writer may still write.
     space: Arc<Semaphore>,
@@ -35,17 +35,17 @@ pub(crate) struct LocalStream {
     delivered: Option<mpsc::Sender<Vec<u8>>>,
 }
 
-/// The two byte streams (one for reading, one for writing) by which a process uses its end of a
-/// control connection through the tree of agents.
+/// The reading half and the writing half that a process uses for its end of a control connection
+/// through the tree of agents.
 pub(crate) struct StreamHalves {
     pub(crate) input: DuplexStream,
     pub(crate) output: DuplexStream,
 }
 
 impl StreamHalves {
-    /// Creates two in-memory pipes, one per direction, between the tree of agents and the reader
-    /// and writer of a control connection. Returns the ends of the tree, and the ends of the reader
-    /// and writer.
+    /// Creates two in-memory pipes, one per direction, between the user of a control connection and
+    /// the tasks that send and receive its bytes. Returns the ends of the tree, and the ends of the
+    /// reader and writer.
     pub(crate) fn create_pair() -> (StreamHalves, StreamHalves) {
         let (written, output) = duplex(PIPE_BYTES);
         let (input, read) = duplex(PIPE_BYTES);
@@ -54,8 +54,8 @@ impl StreamHalves {
 }
 
 impl LocalStream {
-    /// Starts the tasks that move the bytes of a control connection between this process and the
-    /// tree of agents. The tasks report to `events`.
+    /// Starts the two tasks that move the bytes of a control connection between this process's
+    /// pipes and the router of the tree of agents. The tasks report to `events`.
     pub(crate) fn start(
         stream: StreamId,
         halves: StreamHalves,
@@ -69,8 +69,8 @@ impl LocalStream {
         LocalStream { space, delivered: Some(delivered) }
     }
 
-    /// Passes bytes that have arrived through the tree of agents to the reader of the control
-    /// connection in this process. Never blocks.
+    /// Passes bytes that have arrived for a control connection to the task that writes them into
+    /// this process's reading pipe. Never blocks.
     pub(crate) fn deliver_to_reader(&self, bytes: Vec<u8>) {
         if let Some(delivered) = &self.delivered {
             // An error means that the reader has gone.
@@ -78,26 +78,27 @@ impl LocalStream {
         }
     }
 
-    /// Signals the end of the control connection to its reader, once the reader has received all
-    /// earlier bytes.
+    /// Ends the reading pipe of a control connection, so that its reader gets the end of the stream
+    /// after all earlier bytes.
     pub(crate) fn end_reading(&mut self) {
         self.delivered = None;
     }
 
     /// Permits this process to write `count` more bytes to the control connection, because the
-    /// other end has acknowledged earlier ones.
+    /// other end has read as many earlier bytes.
     pub(crate) fn permit_writing(&self, count: usize) {
         self.space.add_permits(count);
     }
 
-    /// Makes further writes to the control connection fail, because the connection has ended.
+    /// Makes all further writes of this process to the control connection fail, because the
+    /// connection has ended.
     pub(crate) fn fail_further_writes(&self) {
         self.space.close();
     }
 }
 
-/// Reads the bytes that this process writes to a control connection and passes them on for sending,
-/// while the other end has buffer space.
+/// Takes the bytes that this process writes to a control connection, and passes them to the router
+/// as fast as the other end accepts them.
 async fn read_from_writer(
     stream: StreamId,
     mut written: DuplexStream,
@@ -118,8 +119,8 @@ async fn read_from_writer(
     _ = events.send(LocalStreamEvent::Closed(stream)).await;
 }
 
-/// Passes bytes from the tree of agents to the reader of a control connection, and reports the
-/// number of passed bytes to `events`. Bytes for a reader that has gone count as taken.
+/// Writes bytes that have arrived for a control connection into the pipe from which this process
+/// reads, and reports the number of written bytes. Bytes for a reader that has gone count as taken.
 async fn write_to_reader(
     stream: StreamId,
     mut reader: DuplexStream,

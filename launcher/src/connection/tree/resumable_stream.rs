@@ -1,5 +1,5 @@
-//! [`ResumableStream`]: one end of an agent's control connection through the tree of agents, which
-//! loses no bytes when a connection between two neighbours of the tree breaks.
+//! [`ResumableStream`]: one end of a byte stream between agent and controller, which resends
+//! unacknowledged bytes after a connection on its path has broken.
 //!
 //! Each end keeps the bytes that the other end has not acknowledged, at most [`WINDOW_BYTES`].
 //! After a change of the way through the tree, both ends exchange how much they have received, and
@@ -8,18 +8,18 @@
 use super::frame::{StreamBytes, StreamId, StreamProgress, TreeFrame};
 use std::collections::VecDeque;
 
-/// The largest number of bytes that one end of a stream through the tree may send before the other
-/// end acknowledges some of them.
+/// The largest number of unacknowledged bytes that one end of an agent's control connection may
+/// have sent or buffered.
 pub(super) const WINDOW_BYTES: usize = 128 << 10;
-/// The largest number of bytes of a stream that one frame (message between neighbours of the tree)
-/// carries.
+/// The largest number of bytes of an agent's control connection that one message in the tree of
+/// agents carries.
 pub(super) const MAX_DATA_BYTES: usize = 32 << 10;
-/// The number of bytes that the local reader consumes before the stream sends an acknowledgement to
-/// the other end.
+/// The number of bytes that this process reads from a stream between two acknowledgements to the
+/// other end of the stream.
 const BYTES_PER_ACK: u64 = WINDOW_BYTES as u64 / 4;
 
-/// One end of a byte stream between controller and agent, which can resend unacknowledged bytes on
-/// another path through the tree.
+/// One end of an agent's control connection, which keeps unacknowledged bytes and can resend them
+/// over another path in the tree of agents.
 #[derive(Debug, Default)]
 pub(super) struct ResumableStream {
     /// The bytes that the other end has not acknowledged.
@@ -44,8 +44,8 @@ pub(super) struct ResumableStream {
     pub(super) is_synchronized: bool,
 }
 
-/// The effect of a received message on a stream: new bytes, the end of the data, nothing, or a
-/// protocol violation.
+/// The result of processing a received message of a control connection: new bytes, the end of the
+/// data, nothing new, or a protocol violation.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum ReceivedData {
     /// These bytes follow the earlier ones.
@@ -59,37 +59,38 @@ pub(super) enum ReceivedData {
 }
 
 impl ResumableStream {
-    /// Returns the number of bytes that may be written to the stream before the other end
-    /// acknowledges some.
+    /// Returns how many bytes may be written to this end before the limit on unacknowledged bytes
+    /// is reached.
     pub(super) fn count_writable_bytes(&self) -> usize {
         WINDOW_BYTES.saturating_sub(self.unacknowledged.len())
     }
 
-    /// Appends bytes to the data that are to be sent to the other end of the stream. The caller
-    /// observes the space.
+    /// Appends bytes to the buffer of data that this end still has to send to the other end of the
+    /// control connection. The caller observes the space.
     pub(super) fn write(&mut self, bytes: &[u8]) {
         debug_assert!(bytes.len() <= self.count_writable_bytes(), "the writer observes the space");
         self.unacknowledged.extend(bytes);
     }
 
-    /// Marks the end of the data that are to be sent to the other end of the stream.
+    /// Records that this end sends no data after the bytes that were written so far.
     pub(super) fn finish_writing(&mut self) {
         self.is_finished = true;
     }
 
-    /// Returns the number of bytes that were written to the stream so far, whether or not they were
-    /// already sent.
+    /// Returns the total number of bytes that were written to this end so far, including bytes that
+    /// are not sent yet.
     fn written_end_offset(&self) -> u64 {
         self.base + self.unacknowledged.len() as u64
     }
 
-    /// Returns whether the other end of the stream has acknowledged all data and their end.
+    /// Returns whether the other end of the control connection has acknowledged all bytes and the
+    /// end of the data.
     pub(super) fn is_delivered(&self) -> bool {
         self.is_end_acknowledged
     }
 
-    /// Returns the next message (frame) to send to the other end of the stream, or `None` if
-    /// everything is sent or the other end cannot be reached at the moment.
+    /// Returns the next message to send to the other end, or `None` if nothing is left to send or
+    /// the other end is unreachable.
     pub(super) fn take_next_frame(&mut self, stream: StreamId) -> Option<TreeFrame> {
         if !self.is_synchronized {
             return None;
@@ -108,8 +109,9 @@ impl ResumableStream {
         })
     }
 
-    /// Frees the sent bytes up to the offset `acknowledged`, which the other end has acknowledged,
-    /// and returns the number of freed bytes. Ignores acknowledgements of bytes that do not exist.
+    /// Removes the bytes that the other end has acknowledged, up to the offset `acknowledged`, from
+    /// the send buffer, and returns their number. Ignores acknowledgements of bytes that do not
+    /// exist.
     pub(super) fn handle_acknowledgement(&mut self, acknowledged: u64) -> usize {
         let end = self.written_end_offset();
         if acknowledged < self.base || acknowledged > end + u64::from(self.is_finished) {
@@ -123,9 +125,9 @@ impl ResumableStream {
         count
     }
 
-    /// Continues sending over a new path through the tree, from the first byte that the other end
-    /// has not received (`progress`). Returns the number of bytes for which the stream has space
-    /// again.
+    /// Resumes sending over a new path through the tree of agents, from the position up to which
+    /// the other end has received the stream. Returns the number of bytes for which the stream has
+    /// space again.
     pub(super) fn resume_sending(&mut self, progress: StreamProgress) -> usize {
         let freed = self.handle_acknowledgement(progress.acknowledged);
         let last = self.written_end_offset() + u64::from(self.is_finished);
@@ -134,22 +136,22 @@ impl ResumableStream {
         freed
     }
 
-    /// Returns how many bytes of the stream this end has received and its reader has consumed, so
-    /// that the other end can resume sending.
+    /// Returns up to which offsets this end has received and read the stream, from which the other
+    /// end resumes sending on a new path.
     pub(super) fn build_progress_report(&mut self) -> StreamProgress {
         self.reported = self.acknowledgeable_offset();
         StreamProgress { received: self.received, acknowledged: self.reported }
     }
 
-    /// Returns the offset in the received data up to which this end may send an acknowledgement.
-    /// These are the bytes that the reader has taken, and the end of the direction if it has
-    /// arrived.
+    /// Returns the number of received bytes of the stream that this end may acknowledge because
+    /// this process has read them. These are the bytes that the reader has taken, and the end of
+    /// the direction if it has arrived.
     fn acknowledgeable_offset(&self) -> u64 {
         if self.has_received_end { self.received } else { self.consumed }
     }
 
-    /// Checks received bytes, which begin at `offset` of the stream, and returns those that were
-    /// not received before.
+    /// Returns the part of received bytes, which begin at `offset` of the stream, that has not
+    /// arrived before.
     pub(super) fn accept_received_bytes(&mut self, offset: u64, bytes: Vec<u8>) -> ReceivedData {
         if bytes.len() > MAX_DATA_BYTES {
             return ReceivedData::Violation;
@@ -166,8 +168,8 @@ impl ResumableStream {
         ReceivedData::Bytes(if known == 0 { bytes } else { bytes[known..].to_vec() })
     }
 
-    /// Handles the end marker of the other end's data, which states that the data consist of the
-    /// first `offset` bytes.
+    /// Records that the other end sends no bytes after the first `offset` bytes, unless bytes
+    /// before this end are still missing.
     pub(super) fn accept_received_end(&mut self, offset: u64) -> ReceivedData {
         if self.has_received_end || offset != self.received {
             return ReceivedData::Nothing;
@@ -177,14 +179,15 @@ impl ResumableStream {
         ReceivedData::End
     }
 
-    /// Records that the reader of the stream has taken `count` received bytes. Returns whether an
-    /// acknowledgement is due.
+    /// Records that this process has read `count` more of the bytes that have arrived on the
+    /// stream. Returns whether an acknowledgement is due.
     pub(super) fn record_consumed_bytes(&mut self, count: u64) -> bool {
         self.consumed += count;
         self.consumed.saturating_sub(self.reported) >= BYTES_PER_ACK
     }
 
-    /// Builds the message that acknowledges all bytes that the reader of the stream has taken.
+    /// Builds the message that informs the other end of the stream how many of its bytes this
+    /// process has read.
     pub(super) fn build_acknowledgement(&mut self, stream: StreamId) -> TreeFrame {
         self.reported = self.acknowledgeable_offset();
         TreeFrame::Ack { stream, acknowledged: self.reported }

@@ -1,6 +1,6 @@
-//! [`TreeRouter`]: chooses, in each process of the tree of agents, the neighbour to which the
-//! messages of each control connection are passed on. The controller and every agent of the tree
-//! have a router.
+//! [`TreeRouter`]: forwards the messages of control connections in a tree of agents, by choosing
+//! the next agent on the path for each message. The controller and every agent of the tree have a
+//! router.
 use super::{
     frame::{StreamId, TreeFrame, TreeParent},
     link_set::LinkId,
@@ -9,15 +9,15 @@ use super::{
 use protocol::control::MAX_ADDRESSES;
 use std::{collections::HashMap, net::SocketAddr};
 
-/// The largest number of agents whose control connections one agent of the tree passes on to the
+/// The largest number of agents whose messages one agent of the tree of agents forwards to the
 /// controller. Registrations of others are ignored.
 const MAX_STREAMS: usize = 1 << 16;
-/// The largest number of bytes of an agent's standard error that one frame (message between
-/// neighbours of the tree) carries. Longer texts are ignored.
+/// The largest number of bytes of an agent's standard error that one message in the tree of agents
+/// carries. Longer texts are ignored.
 const MAX_STDERR_BYTES: usize = 32 << 10;
 
-/// An action, such as sending a message to a neighbour, that a router of the tree requests from the
-/// code that performs its I/O.
+/// An operation that the message router of the tree leaves to the caller, such as sending a message
+/// on a connection, because the router does no I/O.
 #[derive(Debug, PartialEq)]
 pub(crate) enum RouterAction {
     /// Send a frame on a link.
@@ -41,7 +41,8 @@ pub(crate) enum RouterAction {
     ShowStderr(StreamId, String),
 }
 
-/// Why an agent's control connection through the tree has ended.
+/// The reason why an agent's control connection through the tree of agents has ended, such as an
+/// abort by the other end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StreamEnd {
     /// The other end has written everything.
@@ -52,7 +53,7 @@ pub(crate) enum StreamEnd {
     Violation,
 }
 
-/// Whether a router of the tree belongs to the controller or to an agent.
+/// The kind of process to which a router of the tree of agents belongs: the controller or an agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RouterRole {
     /// The controller, at which all streams begin.
@@ -61,8 +62,8 @@ enum RouterRole {
     Agent,
 }
 
-/// The message router of one process in the tree of agents, which decides whether a message is
-/// passed on to a neighbour or handled here.
+/// The message router of one process in the tree of agents, which forwards each message to the next
+/// process or handles the message itself.
 #[derive(Debug)]
 pub(crate) struct TreeRouter {
     side: RouterRole,
@@ -79,22 +80,22 @@ pub(crate) struct TreeRouter {
 }
 
 impl TreeRouter {
-    /// Creates the router for the controller, at which the control connections (streams) of all
-    /// agents of the tree end.
+    /// Creates the router of the controller, at which the control connections of all agents in the
+    /// tree of agents end.
     pub(crate) fn new_controller() -> TreeRouter {
         TreeRouter::new(RouterRole::Controller)
     }
 
-    /// Creates the router for an agent of the tree, with this process's end of the agent's control
-    /// connection `stream`.
+    /// Creates the router of an agent in the tree of agents, at which the agent's control
+    /// connection `stream` ends.
     pub(crate) fn new_agent(stream: StreamId) -> TreeRouter {
         let mut router = TreeRouter::new(RouterRole::Agent);
         router.open_stream(stream);
         router
     }
 
-    /// Creates a router for a process in the tree of agents, without connections to neighbours and
-    /// without streams.
+    /// Creates a router for one process of the tree, the controller or an agent, that knows no
+    /// connections to other processes yet.
     fn new(side: RouterRole) -> TreeRouter {
         TreeRouter {
             side,
@@ -106,27 +107,28 @@ impl TreeRouter {
         }
     }
 
-    /// Removes and returns the queued actions, such as sending a message to a neighbour, for the
-    /// caller to execute.
+    /// Returns and clears the list of operations that the caller must execute for the router, such
+    /// as sending a message to another process.
     pub(crate) fn take_actions(&mut self) -> Vec<RouterAction> {
         std::mem::take(&mut self.actions)
     }
 
     // ---- local streams ----
 
-    /// Opens this process's end of an agent's control connection (stream) through the tree.
+    /// Creates this process's end of an agent's control connection through the tree of agents, with
+    /// the ID `stream`.
     pub(crate) fn open_stream(&mut self, stream: StreamId) {
         self.streams.insert(stream, ResumableStream::default());
     }
 
-    /// Returns the number of bytes that may be written to a new stream through the tree before the
-    /// other end acknowledges some.
+    /// Returns how many bytes may be written to a new control connection before the other end must
+    /// acknowledge some of them.
     pub(crate) fn initial_writable_bytes() -> usize {
         super::resumable_stream::WINDOW_BYTES
     }
 
-    /// Writes bytes to a control connection (stream) through the tree that ends in this process,
-    /// and sends them. The caller observes the space.
+    /// Writes bytes to the control connection `stream`, one end of which is in this process, and
+    /// sends them towards the other end. The caller observes the space.
     pub(crate) fn write_to_stream(&mut self, stream: StreamId, bytes: &[u8]) {
         if let Some(state) = self.streams.get_mut(&stream) {
             state.write(bytes);
@@ -134,8 +136,8 @@ impl TreeRouter {
         }
     }
 
-    /// Records that this process writes nothing more to a control connection (stream) through the
-    /// tree, and informs the other end.
+    /// Records that this process writes nothing more to the control connection `stream`, and sends
+    /// the end of the data to the other end.
     pub(crate) fn finish_writing(&mut self, stream: StreamId) {
         if let Some(state) = self.streams.get_mut(&stream) {
             state.finish_writing();
@@ -143,8 +145,8 @@ impl TreeRouter {
         }
     }
 
-    /// Records that the local reader of a stream has consumed `count` bytes, and sends an
-    /// acknowledgement to the other end once enough bytes were consumed.
+    /// Records that this process has read `count` bytes of the control connection `stream`, and
+    /// sends an acknowledgement after enough bytes.
     pub(crate) fn record_consumed_bytes(&mut self, stream: StreamId, count: usize) {
         if let Some(state) = self.streams.get_mut(&stream)
             && state.record_consumed_bytes(count as u64)
@@ -154,27 +156,28 @@ impl TreeRouter {
         }
     }
 
-    /// Ends an agent's control connection (stream) through the tree immediately in both directions,
-    /// and informs the other end.
+    /// Ends an agent's control connection through the tree of agents in both directions without
+    /// sending waiting data, and informs the other end.
     pub(crate) fn abort_stream(&mut self, stream: StreamId) {
         if self.streams.remove(&stream).is_some() {
             self.send_towards_other_end(stream, TreeFrame::Abort { stream });
         }
     }
 
-    /// Sends an agent the new list of agents to which it may connect to reach the controller.
+    /// Sends the agent `stream` a new list of agents, through one of which it may reach the
+    /// controller.
     pub(crate) fn send_possible_parents(&mut self, stream: StreamId, parents: Vec<TreeParent>) {
         self.send_towards_other_end(stream, TreeFrame::Parents { stream, parents });
     }
 
-    /// Returns whether the other end of a stream has received everything that this process has
-    /// written to it, or the stream has ended.
+    /// Returns whether the other end of the control connection `stream` has acknowledged all data
+    /// from this process, or the connection has ended.
     pub(crate) fn is_delivered(&self, stream: StreamId) -> bool {
         self.streams.get(&stream).is_none_or(ResumableStream::is_delivered)
     }
 
-    /// Sends a frame of a stream to the neighbour through which the other end of the stream is
-    /// reached. Drops the frame if there is no way.
+    /// Sends a message of the control connection `stream` to the next process on the path to the
+    /// other end of the connection. Drops the frame if there is no way.
     fn send_towards_other_end(&mut self, stream: StreamId, frame: TreeFrame) {
         let way = match self.side {
             RouterRole::Controller => self.find_route(stream),
@@ -183,8 +186,8 @@ impl TreeRouter {
         self.actions.extend(way.map(|link| RouterAction::Send(link, frame)));
     }
 
-    /// Sends the pending messages (frames) of a stream that ends in this process, until none is
-    /// left or the other end is unreachable.
+    /// Sends as many waiting messages of a control connection as the limit on unacknowledged bytes
+    /// permits, toward the other end of the connection.
     fn send_pending_frames(&mut self, stream: StreamId) {
         while let Some(frame) = self.streams.get_mut(&stream).and_then(|state| state.take_next_frame(stream))
         {
@@ -194,8 +197,8 @@ impl TreeRouter {
 
     // ---- links ----
 
-    /// Makes `link` the connection towards the controller, and registers over it every agent that
-    /// is reached through this process.
+    /// Makes `link` this agent's connection towards the controller, and announces over `link` all
+    /// agents whose messages this agent forwards.
     pub(crate) fn set_uplink(&mut self, link: LinkId) {
         self.uplink = Some(link);
         let local = self.streams.keys().copied();
@@ -209,8 +212,8 @@ impl TreeRouter {
         self.actions.extend(ready);
     }
 
-    /// Records that the connection to the neighbour above, which leads to the controller, has
-    /// ended.
+    /// Records that the connection over which this agent reaches the controller, directly or
+    /// through another agent, has ended.
     pub(crate) fn remove_uplink(&mut self) {
         self.uplink = None;
         self.streams.values_mut().for_each(|state| state.is_synchronized = false);
@@ -223,20 +226,20 @@ impl TreeRouter {
         self.send_to_uplink(TreeFrame::Ready { stream, addresses });
     }
 
-    /// Sends a message (frame) to the neighbour on the way to the controller, or drops it if there
-    /// is no connection to one.
+    /// Sends a message over this agent's connection towards the controller, or drops the message
+    /// while there is no such connection.
     pub(crate) fn send_to_uplink(&mut self, frame: TreeFrame) {
         self.actions.extend(self.uplink.map(|link| RouterAction::Send(link, frame)));
     }
 
-    /// Returns the connection to the neighbour through which the agent with the stream `stream` is
-    /// reached, or `None` if the agent cannot be reached.
+    /// Returns the direct connection over which the agent `stream` is reached, or `None` if this
+    /// process has no path to that agent.
     pub(crate) fn find_route(&self, stream: StreamId) -> Option<LinkId> {
         self.routes.get(&stream).and_then(|links| links.last().copied())
     }
 
-    /// Removes a neighbour's connection after its end, and records that no agent is reachable over
-    /// this connection any more.
+    /// Records that a direct connection to another agent has ended, so that no agents are reached
+    /// over this connection any more.
     pub(crate) fn remove_child(&mut self, link: LinkId) {
         let lost: Vec<StreamId> = self
             .routes
@@ -247,9 +250,9 @@ impl TreeRouter {
         lost.into_iter().for_each(|stream| self.detach_stream(stream, link));
     }
 
-    /// Records that the agent with the stream `stream` is no longer reachable over the connection
-    /// `link` to a neighbour. If the stream was registered on another link, that link carries it
-    /// again.
+    /// Records that the agent `stream` is no longer reached over the direct connection `link`, and
+    /// switches to another connection if there is one. If the stream was registered on another
+    /// link, that link carries it again.
     fn detach_stream(&mut self, stream: StreamId, link: LinkId) {
         let Some(links) = self.routes.get_mut(&stream) else { return };
         let was_carried_by = links.last().copied();
@@ -271,9 +274,9 @@ impl TreeRouter {
         }
     }
 
-    /// Processes a message from a neighbour below in the tree, by passing it on towards the
-    /// controller or by handling it in the controller. Ignores frames of streams that are not
-    /// registered on the link, and frames that no neighbour below sends.
+    /// Forwards a message of an agent below in the tree towards the controller, or handles the
+    /// message if this process is the controller. Ignores frames of streams that are not registered
+    /// on the link, and frames that no neighbour below sends.
     pub(crate) fn process_child_frame(&mut self, link: LinkId, frame: TreeFrame) {
         let stream = match &frame {
             TreeFrame::Register { stream } => return self.add_route(link, *stream),
@@ -306,9 +309,9 @@ impl TreeRouter {
         }
     }
 
-    /// Records that the agent with the stream `stream` is reachable over `link`, the connection to
-    /// a neighbour below in the tree. At the controller, an agent whose stream does not exist any
-    /// more is asked to end.
+    /// Records that the agent `stream` is reached over the direct connection `link`, which leads
+    /// away from the controller. At the controller, an agent whose stream does not exist any more
+    /// is asked to end.
     fn add_route(&mut self, link: LinkId, stream: StreamId) {
         let is_known = match self.side {
             RouterRole::Controller => self.streams.contains_key(&stream),
@@ -325,8 +328,8 @@ impl TreeRouter {
         }
     }
 
-    /// Announces to the controller that an agent is reachable through this process or, in the
-    /// controller, sends that agent the stream's position.
+    /// In an agent, informs the controller that another agent is reachable here; in the controller,
+    /// informs the agent how many bytes have arrived.
     fn register_stream(&mut self, link: LinkId, stream: StreamId) {
         if self.side == RouterRole::Agent {
             return self.send_to_uplink(TreeFrame::Register { stream });
@@ -338,8 +341,8 @@ impl TreeRouter {
         }
     }
 
-    /// Processes a message from the neighbour towards the controller, by passing it on to an agent
-    /// below or by handling it in this agent.
+    /// Forwards a message from the controller to the agent that must receive it, or handles the
+    /// message if this agent is the receiver.
     pub(crate) fn process_uplink_frame(&mut self, frame: TreeFrame) {
         let stream = match &frame {
             TreeFrame::Data { stream, .. }
@@ -357,8 +360,8 @@ impl TreeRouter {
         }
     }
 
-    /// Processes a message (frame) of a stream that ends in this process: received data, an
-    /// acknowledgement, or the end of the stream. Ignores frames of other streams.
+    /// Processes a message of a control connection that ends in this process, such as data, an
+    /// acknowledgement or the end of the data. Ignores frames of other streams.
     fn process_local_stream_frame(&mut self, frame: TreeFrame) {
         let (stream, part) = match frame {
             TreeFrame::Data { stream, offset, bytes } => {
@@ -411,16 +414,16 @@ impl TreeRouter {
         }
     }
 
-    /// Adds an action that permits the writer of a stream in this process to write `count` more
-    /// bytes.
+    /// Requests that the writer of a control connection in this process be permitted to write
+    /// `count` more bytes.
     fn request_space_for_writer(&mut self, stream: StreamId, count: usize) {
         if count > 0 {
             self.actions.push(RouterAction::AddSpace(stream, count));
         }
     }
 
-    /// Removes a stream that ends in this process, and adds an action that informs its reader and
-    /// writer of the reason `end`.
+    /// Removes a control connection that ends in this process, and requests that its reader and
+    /// writer be informed of the reason `end`.
     fn end_stream(&mut self, stream: StreamId, end: StreamEnd) {
         if self.streams.remove(&stream).is_some() {
             self.actions.push(RouterAction::End(stream, end));

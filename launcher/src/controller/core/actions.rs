@@ -23,8 +23,8 @@ use protocol::{
 };
 use std::{path::PathBuf, time::Duration};
 
-/// The log file path of one worker in the plan of an attempt, as the controller's state machine
-/// stores it.
+/// The path of one worker's log file, which the controller's state machine takes from the plan of
+/// the workers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PlannedWorker {
     /// The path of the worker's log.
@@ -146,7 +146,8 @@ pub(crate) enum ControllerAction {
     End(RunOutcome),
 }
 
-/// The result of a run: the exit code of `launch` and the circumstances that determine it.
+/// The result of a run: the exit code of `launch`, and how the run ended, such as by a stop request
+/// of the user.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct RunOutcome {
     /// The exit code with which `launch` ends.

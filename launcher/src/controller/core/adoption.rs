@@ -29,8 +29,8 @@ impl ControllerCore {
         std::mem::take(&mut self.actions)
     }
 
-    /// Handles an input of the state machine, such as a message of an agent, while the controller
-    /// takes over a run.
+    /// Handles an input of the state machine, such as a message of an agent, during the time in
+    /// which the controller takes over a run.
     pub(super) fn handle_adoption_input(&mut self, now: Duration, input: ControllerInput) {
         match input {
             ControllerInput::Agent(id, message)
@@ -121,9 +121,9 @@ impl ControllerCore {
         }
     }
 
-    /// Requests that the lost controller's journal (the run's file of events) be taken over, once
-    /// the agents of all hosts have answered. Abandons the takeover if the run cannot be taken
-    /// over.
+    /// Requests to take over the lost controller's journal (the run's file of events) once all
+    /// agents have answered, or gives up if this is impossible. Abandons the takeover if the run
+    /// cannot be taken over.
     fn try_take_over_journal(&mut self) {
         let Some(adoption) = self.adoption.as_mut().filter(|_| self.state == AttemptState::Adopting) else {
             return;
@@ -178,8 +178,8 @@ impl ControllerCore {
     }
 }
 
-/// Returns why this controller cannot take over a run, from the answers of the agents of its hosts,
-/// or `None` if it can.
+/// Returns the reason why this controller cannot take over the run, derived from the agents'
+/// answers, or `None` if the takeover is possible.
 fn find_attach_failure(adoption: &Adoption, hosts: &[HostSetup]) -> Option<AttachFailure> {
     let is_unreachable = |id: &HostIndex| matches!(adoption.hosts[*id], HostAnswer::Unreachable(_));
     let adopted = adoption.adopted_agents().count();

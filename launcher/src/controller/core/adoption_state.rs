@@ -80,8 +80,8 @@ impl Adoption {
         Adoption { hosts: answers, reports: Vec::new(), placement, is_forced, memo: None }
     }
 
-    /// Returns the agents that obey the controller that takes over the run, each with the index of
-    /// its host.
+    /// Returns the agents that have accepted this controller during a takeover, each with the index
+    /// of its host.
     pub(super) fn adopted_agents(&self) -> impl Iterator<Item = (HostIndex, &AdoptedAgent)> {
         self.hosts.iter().enumerate().filter_map(|(id, answer)| match answer {
             HostAnswer::Adopted { agent, .. } => Some((id, &**agent)),
@@ -89,8 +89,8 @@ impl Adoption {
         })
     }
 
-    /// Returns whether all hosts that can be reached have answered the request to obey the
-    /// controller that takes over the run.
+    /// Returns whether the takeover waits for no more answers, because each host's agent has
+    /// answered or is known to be unreachable.
     pub(super) fn have_all_hosts_answered(&self) -> bool {
         self.hosts.iter().all(|answer| {
             !matches!(answer, HostAnswer::Awaited | HostAnswer::Adopted { is_complete: false, .. })
@@ -106,8 +106,8 @@ impl Adoption {
     }
 }
 
-/// The state of a run that was taken over from a lost controller, such as its phase and its agents'
-/// plans and reports. The reports of its agents are not processed yet.
+/// The state of a run from which a new controller continues after a takeover, such as the run's
+/// phase and the agents' plans and reports. The reports of its agents are not processed yet.
 pub(super) struct AdoptedRun {
     pub(super) phase: MemoPhase,
     /// The plan of each adopted host that has one.

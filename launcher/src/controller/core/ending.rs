@@ -1,5 +1,5 @@
-//! Ends an attempt: kills the workers, reports the root cause, and then begins another attempt or
-//! ends the run.
+//! Ends the workers after a failure, a stop request or their normal end, reports the root cause,
+//! and then restarts the workers or ends the run.
 use super::{
     ABORT_GRACE, AGENT_END_TIMEOUT, AgentEnd, AttemptState, ControllerAction, ControllerCore, FailureReason,
     HostIndex, LEAVE_TIMEOUT, OUTPUT_TAIL_TIMEOUT, RootCause, RunOutcome, StopRequest, WorkerState,
@@ -18,15 +18,14 @@ use protocol::{
 };
 use std::time::Duration;
 
-/// The number of missed heartbeats after which a host counts as lost if another host's rank also
-/// receives nothing from it.
+/// The number of missed heartbeats after which a host counts as lost if a rank on another host has
+/// failed while waiting for a rank on this host.
 const MISSED_HEARTBEATS_UNTIL_LOST: u32 = 3;
 
 impl ControllerCore {
-    /// Lets the workers save and stop at the first request of the user or the batch system to stop
-    /// the run, and kills the workers at the second one. If no worker is running, the first request
-    /// ends the run immediately. After a request of the batch system, only Ctrl-C counts as a
-    /// second request.
+    /// Handles a request to stop the run: the first one makes the workers save and stop, and the
+    /// second one kills the workers. If no worker is running, the first request ends the run
+    /// immediately. After a request of the batch system, only Ctrl-C counts as a second request.
     pub(super) fn handle_stop_request(&mut self, now: Duration, request: StopRequest) {
         if matches!(self.state, AttemptState::Stopping(_))
             && matches!(self.stop_request, Some(StopRequest::TimeLimit | StopRequest::BatchSystem))
@@ -69,10 +68,10 @@ impl ControllerCore {
         }
     }
 
-    /// Begins to stop the run because the agent of a host has received a signal by which the batch
-    /// system announces the end of the job. Ignores the notice if the run is ending already,
-    /// because the batch system notifies every agent. On nodes that join, a user may have sent the
-    /// signal, so the notice names the node.
+    /// Begins to stop the run after an agent has reported a signal by which the batch system
+    /// announces the end of the job. Ignores the notice if the run is ending already, because the
+    /// batch system notifies every agent. On nodes that join, a user may have sent the signal, so
+    /// the notice names the node.
     pub(super) fn handle_termination_notice(&mut self, now: Duration, id: HostIndex) {
         self.end_announced = true;
         if self.stop_request.is_none() {
@@ -83,8 +82,7 @@ impl ControllerCore {
         }
     }
 
-    /// Asks the workers of the running attempt to save a checkpoint and stop, and reports the
-    /// request to the user.
+    /// Asks the running workers to save a checkpoint and stop, and informs the user of the reason.
     fn request_save_and_stop(&mut self, now: Duration, request: StopRequest) {
         self.state = AttemptState::Stopping(request);
         self.send_stop_to_workers(now);
@@ -113,9 +111,9 @@ impl ControllerCore {
         self.broadcast_to_active_agents(&ToAgent::Stop { attempt: self.attempt, deadline_ms });
     }
 
-    /// Cancels the pending restart of a failed attempt, because the user or the batch system has
-    /// requested the end of the run. If the restart was already reported, its failure is no longer
-    /// the root cause of the run.
+    /// Cancels a restart of the workers that is waiting for its time, because the user or the batch
+    /// system has requested the end of the run. If the restart was already reported, its failure is
+    /// no longer the root cause of the run.
     fn cancel_restart(&mut self) {
         if self.restart_pause.take().is_some() && self.unreported_since.is_none() {
             // The restart event has reported the cause already, and now the request ends the run.
@@ -123,21 +121,22 @@ impl ControllerCore {
         }
     }
 
-    /// Ends the current attempt with the failure `cause` as the root cause of its end. Ignores the
-    /// failure if the attempt is ending already.
+    /// Ends the current attempt (start of all workers) because of the failure `cause`, which
+    /// becomes the root cause. Ignores the failure if the attempt is ending already.
     pub(super) fn fail_attempt(&mut self, now: Duration, cause: RootCause) {
         self.end_failed_attempt(now, cause, false);
     }
 
-    /// Ends the current attempt because its workers hang (make no progress). The agents write the
-    /// stacks of all workers to the logs before they kill the workers.
+    /// Ends the current start of the workers (attempt) because the workers hang, which means that
+    /// they make no progress. The agents write the stacks of all workers to the logs before they
+    /// kill the workers.
     pub(super) fn fail_hanging_attempt(&mut self, now: Duration, cause: RootCause) {
         self.end_failed_attempt(now, cause, true);
     }
 
-    /// Ends an attempt that failed: records the root cause, decides whether to restart the job, and
-    /// kills the workers. With `stacks`, the agents first write the stacks of the workers. Ignores
-    /// the failure if the attempt is ending already.
+    /// Ends a failed attempt (start of all workers): records the root cause, decides whether the
+    /// workers are restarted, and requests that they be killed. With `stacks`, the agents first
+    /// write the stacks of the workers. Ignores the failure if the attempt is ending already.
     fn end_failed_attempt(&mut self, now: Duration, cause: RootCause, stacks: bool) {
         if matches!(self.state, AttemptState::Ending | AttemptState::Backoff { .. } | AttemptState::Finished)
         {
@@ -183,12 +182,12 @@ impl ControllerCore {
         ((x ^ (x >> 31)) >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Orders the agents to end the workers of the current attempt, with SIGKILL for those that
-    /// still run after `grace`. With `stacks`, the agents first write the stacks of the workers to
-    /// the logs. Agents get the `reason` of the kill. If another attempt follows, built-in workers
-    /// may leave the attempt instead of ending. An agent that has not reported the end of its
-    /// workers is itself killed [`AGENT_END_TIMEOUT`] after the grace period, or earlier if an
-    /// earlier deadline is set.
+    /// Orders the agents to end their workers, with SIGKILL for workers that still run after the
+    /// time `grace`. With `stacks`, the agents first write the stacks of the workers to the logs.
+    /// Agents get the `reason` of the kill. If another attempt follows, built-in workers may leave
+    /// the attempt instead of ending. An agent that has not reported the end of its workers is
+    /// itself killed [`AGENT_END_TIMEOUT`] after the grace period, or earlier if an earlier
+    /// deadline is set.
     pub(super) fn kill_workers(&mut self, now: Duration, reason: &str, grace: Duration, stacks: bool) {
         let (attempt, grace_ms) = (self.attempt, grace.as_millis() as u64);
         // Stacks are written if workers hang, and such workers cannot leave.
@@ -203,10 +202,10 @@ impl ControllerCore {
         self.phase_deadline = Some(self.phase_deadline.map_or(deadline, |before| before.min(deadline)));
     }
 
-    /// Reports the root cause of a failed attempt to the user: as a restart, or as the failure of
-    /// the run. Does nothing while the last output lines of the failed rank are awaited; a later
-    /// call then reports the root cause. Also does nothing if there is no root cause or it was
-    /// reported already.
+    /// Reports the root cause of a failed attempt to the user, together with the restart of the job
+    /// or the end of the run. Does nothing while the last output lines of the failed rank are
+    /// awaited; a later call then reports the root cause. Also does nothing if there is no root
+    /// cause or it was reported already.
     pub(super) fn report_failure(&mut self, now: Duration) {
         if self.awaits_evidence(now) {
             return;
@@ -246,8 +245,8 @@ impl ControllerCore {
         self.actions.push(ControllerAction::Event(event));
     }
 
-    /// Rejects an attempt whose rendezvous port was not bound in time or, later, kills agents whose
-    /// workers have not ended in time.
+    /// Ends the attempt if its rendezvous port was not bound in time, or kills the agents whose
+    /// workers were not ended in time.
     pub(super) fn handle_phase_timeout(&mut self, now: Duration) {
         if self.state == AttemptState::Preparing {
             let host = self.members.first().copied().unwrap_or(0);
@@ -264,8 +263,8 @@ impl ControllerCore {
         }
     }
 
-    /// Fails the attempt because it cannot be planned, or because its rendezvous port
-    /// (`MASTER_PORT`) cannot be bound.
+    /// Fails the planned start of the workers (attempt) because no plan could be made or the
+    /// rendezvous port (`MASTER_PORT`) could not be bound.
     pub(super) fn reject_attempt(&mut self, now: Duration, diagnostic: Diagnostic) {
         let host = self.members.first().copied().unwrap_or(0);
         let reason = FailureReason::Rejected { code: diagnostic.code() };
@@ -275,9 +274,9 @@ impl ControllerCore {
         self.fail_attempt(now, cause);
     }
 
-    /// Makes the suspected failure the root cause of the failed attempt after no other root cause
-    /// was reported in time. If the failure follows from a silent host, the loss of that host is
-    /// the root cause instead. Does nothing without a suspected failure.
+    /// Makes a failure that may only be a consequence the root cause of the failed attempt, after
+    /// no other failure was reported in time. If the failure follows from a silent host, the loss
+    /// of that host is the root cause instead. Does nothing without a suspected failure.
     pub(super) fn confirm_suspected_failure(&mut self, now: Duration) {
         let Some((cause, _)) = self.suspect.take() else { return };
         if let Some(id) = self.find_silent_host_of_peer(now, &cause) {
@@ -289,8 +288,8 @@ impl ControllerCore {
         self.fail_attempt(now, cause);
     }
 
-    /// Returns the host of the peer that an aborted rank waited for, if the controller has also
-    /// received no heartbeats from that host. Ranks may notice the silence of a host before its
+    /// Returns the host of the rank for which a failed rank has waited, if the controller also
+    /// receives no heartbeats from that host. Ranks may notice the silence of a host before its
     /// lease expires.
     fn find_silent_host_of_peer(&self, now: Duration, cause: &RootCause) -> Option<HostIndex> {
         let peer = cause.diagnostics.first()?.field("peer")?.as_u64()?;
@@ -301,8 +300,8 @@ impl ControllerCore {
         (self.setup.hosts[id].remote && is_joined && is_silent).then_some(id)
     }
 
-    /// Ends the run, or begins the pause before the next attempt, once no process of the current
-    /// attempt is left. Does nothing if the attempt is neither running nor ending.
+    /// Ends the run, or begins the pause before the restart of the workers, once all worker
+    /// processes have ended. Does nothing if the attempt is neither running nor ending.
     pub(super) fn finish_attempt(&mut self, now: Duration) {
         let has_workers = matches!(
             self.state,
@@ -330,8 +329,8 @@ impl ControllerCore {
         self.actions.push(ControllerAction::End(outcome));
     }
 
-    /// Resets the state of the attempt that has ended, and begins the pause before the next
-    /// attempt.
+    /// Resets the controller's records of the workers that have ended, and begins the pause before
+    /// the workers are restarted.
     fn begin_backoff(&mut self, now: Duration, pause: Duration) {
         self.attempt += 1;
         self.last_failure = self.cause.take().map(|cause| cause.message);
@@ -350,8 +349,8 @@ impl ControllerCore {
         self.setup.builtin && !self.workers.is_empty() && self.workers.iter().all(finished) && !self.killed
     }
 
-    /// Builds the result of the run, such as the exit code, from the root cause, the stop request
-    /// and the ends of the workers.
+    /// Builds the result of the run, such as its exit code, from the root cause, the stop request,
+    /// and how each worker ended.
     fn build_outcome(&mut self) -> RunOutcome {
         let request = self.stop_request.filter(|_| !self.is_training_done());
         let (exit_code, stopped) = match (&self.cause, request) {

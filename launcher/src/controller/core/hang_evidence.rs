@@ -39,8 +39,8 @@ impl ControllerCore {
         of_running.count() < self.running
     }
 
-    /// Determines which ranks hold up the job and where, adds this verdict to the unreported hang,
-    /// and writes the evidence to a file. Does nothing without evidence.
+    /// Determines which ranks block the hanging job and where, adds the result to the failure
+    /// report, and writes the collected evidence to a file. Does nothing without evidence.
     pub(super) fn add_hang_verdict(&mut self) {
         let is_unreported = self.unreported_since.is_some() && !self.evidence.is_empty();
         let Some(cause) = self.cause.as_mut().filter(|_| is_unreported) else { return };
@@ -56,8 +56,8 @@ impl ControllerCore {
         self.repeat_kill_request(text);
     }
 
-    /// Sends agents the kill request for hanging workers again, this time without waiting for
-    /// evidence about the workers.
+    /// Asks the agents again to kill the hanging workers, without first collecting the stacks of
+    /// the workers.
     fn repeat_kill_request(&mut self, reason: String) {
         let grace = if self.setup.builtin { ABORT_GRACE } else { self.setup.grace };
         let (attempt, grace_ms) = (self.attempt, grace.as_millis() as u64);

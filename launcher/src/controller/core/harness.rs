@@ -16,7 +16,8 @@ pub(super) const fn millis(n: u64) -> Duration {
     Duration::from_millis(n)
 }
 
-/// Creates the request to bind any free port as the rendezvous of an attempt of a built-in job.
+/// Creates the request that an agent bind any free port as the rendezvous of the workers of a
+/// built-in training.
 pub(super) fn create_rendezvous_request(attempt: u32) -> RendezvousRequest {
     RendezvousRequest {
         attempt,
@@ -122,8 +123,8 @@ impl CoreHarness {
         ))
     }
 
-    /// Reports to the state machine that the plan for the selected hosts is ready and that the
-    /// rendezvous port is bound. Returns the requested actions.
+    /// Passes two inputs to the state machine: that the plan of the workers is ready, and that an
+    /// agent has bound the rendezvous port. Returns the requested actions.
     pub(super) fn report_plan_ready(&mut self) -> Vec<ControllerAction> {
         let worker = |i| PlannedWorker { log: format!("/run/{i}.log").into() };
         let workers = vec![(0..self.local).map(worker).collect(); self.core.members.len()];
@@ -135,7 +136,7 @@ impl CoreHarness {
         self.feed_input(ControllerInput::Agent(first, FromAgent::Bound { attempt, port: Ok(PORT) }))
     }
 
-    /// Reports to the state machine that every rank of this attempt has started. Discards the
+    /// Reports to the state machine that the processes of all ranks have started. Discards the
     /// requested actions.
     pub(super) fn report_workers_started(&mut self) {
         for (rank, host) in self.core.workers.iter().map(|w| w.host).enumerate().collect::<Vec<_>>() {

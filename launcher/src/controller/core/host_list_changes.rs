@@ -9,8 +9,8 @@ use diagnostic::quantity::format_count;
 use std::time::Duration;
 
 impl ControllerCore {
-    /// Applies a change of the job's hostfile while the job runs: starts agents on new hosts, and
-    /// ends the use of hosts that are no longer listed. `added` are the new hosts. `listed` states
+    /// Applies a changed hostfile while the job runs, by starting agents on added hosts and
+    /// releasing hosts that were removed from the file. `added` are the new hosts. `listed` states
     /// for each known host whether the new list contains it.
     pub(super) fn update_host_list(&mut self, now: Duration, added: Vec<HostSetup>, listed: &[bool]) {
         for (id, listed) in (0..self.hosts.len()).zip(listed) {
@@ -60,10 +60,10 @@ impl ControllerCore {
         }
     }
 
-    /// Ends the use of hosts that the hostfile no longer lists, beginning with the highest index,
-    /// as long as `run.min_hosts` usable hosts remain. Hosts with workers are drained first; the
-    /// drain begins only when all workers of the attempt have started. Reports each unlisted host
-    /// that must stay in use.
+    /// Releases hosts that the hostfile no longer lists, the last ones first, as long as at least
+    /// `run.min_hosts` usable hosts remain. Hosts with workers are drained first; the drain begins
+    /// only when all workers of the attempt have started. Reports each unlisted host that must stay
+    /// in use.
     pub(super) fn release_unlisted_hosts(&mut self, now: Duration) {
         if self.unlisted == 0 {
             return;
@@ -123,8 +123,8 @@ impl ControllerCore {
         }
     }
 
-    /// Excludes a host without processes of the job from all later attempts, and makes its agent
-    /// end.
+    /// Excludes a host on which no process of the job runs from the rest of the run, and makes its
+    /// agent end.
     fn release_host(&mut self, id: HostIndex) {
         self.unlisted -= 1;
         let host = &mut self.hosts[id];
@@ -137,8 +137,8 @@ impl ControllerCore {
         self.emit_notice(format!("{label} is no longer listed: the run continues without it"));
     }
 
-    /// Makes all workers save and stop, so that the next attempt does not use the hosts `leaving`,
-    /// which the hostfile no longer lists.
+    /// Makes all workers save a checkpoint and stop, so that they are restarted without the hosts
+    /// `leaving`, which the hostfile no longer lists.
     fn drain_hosts(&mut self, now: Duration, leaving: &[HostIndex]) {
         self.state = AttemptState::Draining { host_lost: false };
         self.send_stop_to_workers(now);
@@ -153,8 +153,8 @@ impl ControllerCore {
         });
     }
 
-    /// Ends the attempt after the loss of a host that is no longer listed and whose workers had not
-    /// stopped yet. Kills the other workers, which cannot finish the step.
+    /// Ends the workers of all hosts after a host was lost that the hostfile no longer lists, while
+    /// its workers were saving and stopping. Kills the other workers, which cannot finish the step.
     pub(super) fn handle_lost_draining_host(&mut self, now: Duration, message: &str) {
         self.emit_notice(format!("{message}; it is no longer listed, and the run continues without it"));
         if self.state == (AttemptState::Draining { host_lost: false }) {

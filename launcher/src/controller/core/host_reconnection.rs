@@ -1,20 +1,21 @@
-//! Tries to reach lost hosts again while the job runs, so that they become spare hosts.
+//! Starts agents on lost hosts again while the job runs, so that these hosts are available as spare
+//! hosts.
 use super::{
     AttemptState, ControllerCore,
     host_state::{AgentConnectionState, HostIndex},
 };
 use std::time::Duration;
 
-/// How many times the pause between two attempts to reach a lost host again may double; the pause
-/// then stays the same.
+/// The number of failed attempts to reach a lost host after which the pause between attempts is no
+/// longer doubled.
 const MAX_RETRY_PAUSE_DOUBLINGS: u32 = 5;
 /// How long the controller defers an attempt to reach a lost host while the workers are not
 /// running.
 const RECONNECTION_DEFERRAL: Duration = Duration::from_secs(1);
 
 impl ControllerCore {
-    /// Schedules the next attempt to reach a lost host, after the quarantine time, which doubles
-    /// with each failed attempt.
+    /// Schedules the next attempt to reach the lost host `id`, after a pause that doubles with each
+    /// failed attempt.
     pub(super) fn schedule_host_reconnection(&mut self, now: Duration, id: HostIndex) {
         if !self.setup.arrival.reconnects_while_running || !self.setup.hosts[id].remote {
             return;
@@ -26,9 +27,9 @@ impl ControllerCore {
         self.next_return = Some(self.next_return.map_or(host.return_at, |next| next.min(host.return_at)));
     }
 
-    /// Starts agents again on the lost hosts for which an attempt to reach them is due. Defers this
-    /// while the job does not run, because the selection of hosts for the next attempt then starts
-    /// the agents that it needs.
+    /// Starts an agent on each lost host whose pause before the next reconnection attempt has
+    /// ended, unless the workers are not running. Defers this while the job does not run, because
+    /// the selection of hosts for the next attempt then starts the agents that it needs.
     pub(super) fn reconnect_lost_hosts(&mut self, now: Duration) {
         if self.next_return.is_none_or(|at| now < at) {
             return;
@@ -64,8 +65,8 @@ impl ControllerCore {
         }
     }
 
-    /// Schedules another attempt to reach a lost host after the agent that was started there as a
-    /// test has ended. Returns `false` for other agents. The user already knows that the host is
+    /// Schedules the next attempt to reach a lost host after an attempt has failed because the new
+    /// agent has ended. Returns `false` for other agents. The user already knows that the host is
     /// lost.
     pub(super) fn handle_failed_host_reconnection(&mut self, now: Duration, id: HostIndex) -> bool {
         if !std::mem::take(&mut self.hosts[id].is_returning) {

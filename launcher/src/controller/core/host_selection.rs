@@ -9,8 +9,8 @@ use protocol::exit;
 use std::time::Duration;
 
 impl ControllerCore {
-    /// Begins to plan an attempt if as many hosts have joined as the job uses, or if no further
-    /// host can join. In the second case, fails the attempt if fewer hosts have joined than
+    /// Begins to plan the next start of all workers once enough hosts have joined, or once no other
+    /// host can still join. In the second case, fails the attempt if fewer hosts have joined than
     /// `run.min_hosts` requires. Does nothing while hosts may still join, or if the core does not
     /// wait for agents.
     ///
@@ -52,8 +52,8 @@ impl ControllerCore {
         });
     }
 
-    /// Restarts the selection of hosts for the next attempt, beginning with hosts whose agents keep
-    /// memory copies of the training state.
+    /// Restarts the selection of hosts for the next start of all workers, so that hosts with memory
+    /// copies of the training state are considered first.
     ///
     /// Hosts whose agents keep copies of the training state in memory come first, because without
     /// them the run would repeat steps. Hosts that are being reached again in the background come
@@ -69,13 +69,14 @@ impl ControllerCore {
         }
     }
 
-    /// Returns the host that is considered at the position `position` when hosts are selected for
-    /// an attempt.
+    /// Returns the index of the host that the selection of hosts for the next start of all workers
+    /// considers at the position `position`.
     fn host_at_selection_position(&self, position: usize) -> HostIndex {
         self.selection_order.get(position).copied().unwrap_or(position)
     }
 
-    /// Fails the attempt because fewer hosts have joined than `run.min_hosts` requires.
+    /// Fails the planned start of the workers (attempt) because fewer hosts have joined than
+    /// `run.min_hosts` requires.
     fn fail_with_too_few_hosts(&mut self, now: Duration) {
         let (available, required) = (self.scanned_joined as u64, self.setup.min_hosts as u64);
         let previous =
@@ -89,10 +90,11 @@ impl ControllerCore {
         self.fail_attempt(now, RootCause::new(host, reason, message).with_exit_code(exit::CLUSTER));
     }
 
-    /// Begins the next attempt: starts agents on usable hosts if too few hosts have joined, and
-    /// then selects the attempt's hosts. Excludes each host that made [`MAX_HOST_FAILURES`]
-    /// attempts fail, if the other hosts are enough. If fewer hosts have joined than the job uses,
-    /// starts the agents of the other hosts that are not excluded, except hosts in quarantine.
+    /// Begins another start of all workers (attempt): excludes faulty hosts, starts agents on
+    /// unused hosts if hosts are missing, and selects the hosts to use. Excludes each host that
+    /// made [`MAX_HOST_FAILURES`] attempts fail, if the other hosts are enough. If fewer hosts have
+    /// joined than the job uses, starts the agents of the other hosts that are not excluded, except
+    /// hosts in quarantine.
     pub(super) fn begin_next_attempt(&mut self, now: Duration) {
         self.state = AttemptState::Joining;
         self.exclude_failing_hosts();
@@ -113,8 +115,8 @@ impl ControllerCore {
         self.try_prepare_attempt(now);
     }
 
-    /// Excludes from the job each host that made [`MAX_HOST_FAILURES`] attempts fail, if the other
-    /// hosts are enough.
+    /// Excludes from the job each host that caused [`MAX_HOST_FAILURES`] failures of the workers,
+    /// if the job has enough other hosts.
     fn exclude_failing_hosts(&mut self) {
         let failing = (0..self.hosts.len()).filter(|id| {
             let host = &self.hosts[*id];
@@ -135,8 +137,8 @@ impl ControllerCore {
         }
     }
 
-    /// Counts a failed attempt against the host `id` that caused the failure, so that the host is
-    /// excluded after several failures.
+    /// Counts a failure of the workers against the host `id` that has caused it, so that the host
+    /// is excluded after several failures.
     ///
     /// With copies in memory, a restart takes a moment. A host then only counts as failing if its
     /// attempts bring no progress: `advanced` states whether the attempt has passed all steps of
@@ -151,8 +153,8 @@ impl ControllerCore {
         }
     }
 
-    /// Returns the earliest time of the next attempt, which is after `pause` and, with too few
-    /// hosts, after enough lost hosts may be used again.
+    /// Returns the earliest time of the next start of all workers, which is delayed by `pause` or
+    /// until enough lost hosts may be used again.
     pub(super) fn compute_next_attempt_time(&self, now: Duration, pause: Duration) -> Duration {
         let is_usable = |host: &&HostState| host.agent == AgentConnectionState::Joined && !host.excluded;
         let usable = self.hosts.iter().filter(is_usable).count();

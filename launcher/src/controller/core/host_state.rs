@@ -3,7 +3,7 @@ use crate::cluster::AgentStartStep;
 use jobspec::ids::Rank;
 use std::{cmp::Reverse, collections::BinaryHeap, ops::Range, time::Duration};
 
-/// Index of a host in the job's list of hosts.
+/// The index, from 0, of a host in the job's list of hosts.
 pub(crate) type HostIndex = usize;
 
 /// The state of a host's agent as the controller knows it: not started, starting, joined (its first
@@ -81,30 +81,30 @@ pub(super) struct HostState {
 }
 
 impl HostState {
-    /// Returns whether the host's agent was started and is not lost, whether or not its first
-    /// message has arrived. Only then are its messages processed.
+    /// Returns whether the controller processes messages of the host's agent, because the agent was
+    /// started and is not lost. Only then are its messages processed.
     pub(super) fn is_starting_or_joined(&self) -> bool {
         matches!(self.agent, AgentConnectionState::Starting | AgentConnectionState::Joined)
     }
 }
 
-/// A queue of the times at which the controller must check whether an agent was silent for longer
-/// than its lease permits. When an entry is due, the check either finds that the lease has expired
+/// A queue with the times at which the controller must check whether the agent of a host has sent
+/// no message for too long. When an entry is due, the check either finds that the lease has expired
 /// or schedules the next check. So a message of an agent needs no update of the queue.
 #[derive(Debug, Default)]
 pub(super) struct LeaseQueue(pub(super) BinaryHeap<Reverse<(Duration, HostIndex, u32)>>);
 
 impl LeaseQueue {
-    /// Returns when the controller must next check whether an agent was silent for too long, or
-    /// `None` if the queue is empty.
+    /// Returns the time of the next check whether the agent of a host has sent no message for too
+    /// long, or `None` without a pending check.
     pub(super) fn find_next_check(&self) -> Option<Duration> {
         // A lease expires when it is exceeded, not when it is reached.
         self.0.peek().map(|Reverse((at, ..))| *at + Duration::from_nanos(1))
     }
 }
 
-/// A lost host on which all workers of an attempt may still run without a controller, with the time
-/// limit for their end.
+/// A lost host on which all workers of the job may still run without a controller, and the time at
+/// which these workers have certainly ended.
 #[derive(Debug)]
 pub(super) struct OrphanedAttempt {
     pub(super) host: HostIndex,

@@ -1,5 +1,5 @@
-//! The part of the controller's state machine that tracks the hosts of the job: which agents have
-//! joined, which are lost, and which hosts an attempt uses.
+//! The part of the controller's state machine that tracks which agents have joined, which hosts are
+//! lost, and which hosts run the workers.
 use super::host_state::{AgentConnectionState, HostIndex, HostState};
 use super::{
     AgentEnd, AttemptState, ControllerAction, ControllerCore, FailureReason, PlannedWorker,
@@ -19,14 +19,14 @@ use protocol::{
 };
 use std::{cmp::Reverse, time::Duration};
 
-/// The number of checks per lease for a silent host whose messages are passed on by an agent that
-/// is silent as well.
+/// The number of checks of a silent host within the time limit for silence, if its messages are
+/// forwarded by an agent that is silent, too.
 const CHECKS_PER_EXTENDED_LEASE: u32 = 10;
 
 impl ControllerCore {
-    /// Returns how long the agent of a host may be silent in its present state before the host
-    /// counts as lost (the lease). Returns `None` if the time is not limited, because the agent
-    /// waits for its turn to be started.
+    /// Returns how long the agent of a host may send no message before the host counts as lost,
+    /// which depends on whether the agent has joined. Returns `None` if the time is not limited,
+    /// because the agent waits for its turn to be started.
     fn select_host_lease(&self, id: HostIndex) -> Option<Duration> {
         let host = &self.hosts[id];
         match (host.agent, host.start_step) {
@@ -39,8 +39,8 @@ impl ControllerCore {
         }
     }
 
-    /// Restarts the time limit for an agent's first message after a step of its start, such as the
-    /// copy of the executable.
+    /// Restarts the time limit for an agent's first message after a part of the agent's start, such
+    /// as the copy of the executable, is done.
     pub(super) fn handle_agent_start_step(&mut self, now: Duration, id: HostIndex, step: AgentStartStep) {
         let Some(host) = self.hosts.get_mut(id) else { return };
         if host.agent == AgentConnectionState::Starting {
@@ -49,8 +49,8 @@ impl ControllerCore {
         }
     }
 
-    /// Schedules a check of a host for the time at which its agent will have been silent for longer
-    /// than its lease. Invalidates the host's earlier entry in the queue.
+    /// Schedules a check of the host `id` for the time at which the host counts as lost unless its
+    /// agent has sent another message. Invalidates the host's earlier entry in the queue.
     pub(super) fn schedule_lease_check(&mut self, id: HostIndex) {
         let ticket = self.hosts[id].ticket.wrapping_add(1);
         self.hosts[id].ticket = ticket;
@@ -125,9 +125,9 @@ impl ControllerCore {
         self.try_prepare_attempt(now);
     }
 
-    /// Handles an agent's report that it can no longer work: the host counts as lost, or the
-    /// attempt fails. If an attempt runs that does not use the host, the host counts as lost and
-    /// the run continues. Otherwise the attempt fails.
+    /// Handles an agent's report that the agent cannot continue: the agent's host counts as lost,
+    /// or all workers are ended as failed. If an attempt runs that does not use the host, the host
+    /// counts as lost and the run continues. Otherwise the attempt fails.
     pub(super) fn handle_agent_failure(&mut self, now: Duration, id: HostIndex, diagnostic: Diagnostic) {
         let joining = matches!(self.state, AttemptState::Joining | AttemptState::Preparing);
         if !joining && !self.hosts[id].active {
@@ -139,13 +139,14 @@ impl ControllerCore {
         self.fail_attempt(now, cause);
     }
 
-    /// Returns whether the attempt `attempt` is the current one and is being planned.
+    /// Returns whether the attempt (start of all workers) with the number `attempt` is the current
+    /// one and its workers are not started yet.
     pub(super) fn is_preparing_attempt(&self, attempt: u32) -> bool {
         self.state == AttemptState::Preparing && attempt == self.attempt
     }
 
-    /// Requests that the agent of the attempt's first host bind the rendezvous port (`MASTER_PORT`)
-    /// of the planned attempt.
+    /// Requests that the agent of the first planned host bind the rendezvous port (`MASTER_PORT`)
+    /// before the workers are started.
     pub(super) fn request_rendezvous_bind(
         &mut self,
         now: Duration,
@@ -158,8 +159,8 @@ impl ControllerCore {
         self.actions.push(ControllerAction::Send(first, ToAgent::Bind(bind)));
     }
 
-    /// Starts the workers of the planned attempt after an agent has bound `MASTER_PORT`, or rejects
-    /// the attempt if the bind failed.
+    /// Starts the planned workers after an agent has bound the rendezvous port (`MASTER_PORT`), or
+    /// gives up their start if the agent could not bind it.
     pub(super) fn handle_bound_rendezvous(
         &mut self,
         now: Duration,
@@ -177,8 +178,9 @@ impl ControllerCore {
         }
     }
 
-    /// Starts the workers of an attempt, whose rendezvous port is bound, on all its hosts. `plan`
-    /// holds the workers of each member host, and `port` is that of the rendezvous.
+    /// Starts the planned workers on all their hosts, after their rendezvous port (`MASTER_PORT`)
+    /// was bound. `plan` holds the workers of each member host, and `port` is that of the
+    /// rendezvous.
     fn start_attempt(&mut self, now: Duration, plan: Vec<Vec<PlannedWorker>>, port: u16) {
         self.phase_deadline = None;
         self.workers.clear();
@@ -224,7 +226,8 @@ impl ControllerCore {
         }
     }
 
-    /// Records that no process of the current attempt is left on a host.
+    /// Records that no worker of the current start of the job runs on the host `id` any more,
+    /// because its processes have ended or the host is lost.
     pub(super) fn mark_host_inactive(&mut self, id: HostIndex) {
         let host = &mut self.hosts[id];
         if std::mem::take(&mut host.active) {
@@ -240,9 +243,8 @@ impl ControllerCore {
         }
     }
 
-    /// Records that an agent has ended and its host is lost, and excludes a remote host from use
-    /// for a while (quarantine). Does nothing if the host is lost already or its agent was
-    /// released.
+    /// Records that an agent has ended and its host is lost, so that a remote host is not used
+    /// again for some time. Does nothing if the host is lost already or its agent was released.
     pub(super) fn handle_agent_gone(&mut self, now: Duration, id: HostIndex, end: AgentEnd) {
         if self.state == AttemptState::Adopting {
             return self.mark_host_not_adoptable(id, end);
@@ -267,8 +269,8 @@ impl ControllerCore {
         self.handle_lost_host(now, cause, was_active);
     }
 
-    /// Builds the root cause of an attempt's failure from the end of the agent on host `id`. Its
-    /// exit code for `launch` is 1, which the caller may replace.
+    /// Builds the description of a failure whose root cause is that the agent on the host `id` has
+    /// ended. Its exit code for `launch` is 1, which the caller may replace.
     fn build_agent_end_cause(&self, id: HostIndex, end: AgentEnd) -> RootCause {
         let remote = self.setup.hosts[id].remote;
         let host = if remote { &self.setup.hosts[id].name } else { self.choose_hostname(id) };
@@ -280,10 +282,10 @@ impl ControllerCore {
         }
     }
 
-    /// Decides what the loss of a host means for the current attempt: wait for the host, continue
-    /// without it, or fail. Before the workers are started, the attempt fails only if fewer than
-    /// `run.min_hosts` hosts are left. Afterwards the attempt fails if the host had workers of the
-    /// attempt (`was_active`), unless the host was being drained.
+    /// Reacts to the loss of a host: waits for the host to return, continues without it, or fails
+    /// the current start of the workers (attempt). Before the workers are started, the attempt
+    /// fails only if fewer than `run.min_hosts` hosts are left. Afterwards the attempt fails if the
+    /// host had workers of the attempt (`was_active`), unless the host was being drained.
     fn handle_lost_host(&mut self, now: Duration, cause: RootCause, was_active: bool) {
         self.host_lost = true;
         let id = cause.host;
@@ -344,16 +346,16 @@ impl ControllerCore {
         }
     }
 
-    /// Returns whether the controller may wait again for the agent of a host that was lost before
-    /// the workers were started.
+    /// Returns whether the controller waits for a new agent on a host that was lost before the
+    /// workers were started, because the host has not been lost too often.
     fn may_host_return(&self, id: HostIndex) -> bool {
         let host = &self.hosts[id];
         let has_joined = host.pid != 0;
         has_joined && !host.excluded && host.returns < self.setup.arrival.max_returns
     }
 
-    /// Waits for the return of a host's agent that was lost before the workers of the attempt were
-    /// started. `message` describes the loss.
+    /// Waits until a new agent joins from a host that was lost before the workers were started.
+    /// `message` describes the loss.
     fn await_host_return(&mut self, now: Duration, id: HostIndex, message: &str) {
         self.emit_notice(format!("{message}; waiting until it joins again"));
         if self.state == AttemptState::Preparing {
@@ -374,8 +376,8 @@ impl ControllerCore {
         self.hosts.iter().filter(usable).count() >= self.setup.min_hosts
     }
 
-    /// Sends a heartbeat to each agent on another host that has joined, if the next heartbeat is
-    /// due.
+    /// Sends a heartbeat to all joined agents on other hosts whenever the heartbeat interval has
+    /// passed since the last heartbeats.
     pub(super) fn send_heartbeats(&mut self, now: Duration) {
         if now < self.next_heartbeat {
             return;
@@ -426,17 +428,17 @@ impl ControllerCore {
         }
     }
 
-    /// Returns whether a host may be silent only because the agent that passes on its messages is
-    /// silent, too. The latter is then the lost one. The former has another lease to find another
-    /// way.
+    /// Returns whether a host may seem silent only because its messages are forwarded by the agent
+    /// of another host, which is silent, too. The latter is then the lost one. The former has
+    /// another lease to find another way.
     fn is_behind_silent_host(&self, now: Duration, id: HostIndex, lease: Duration) -> bool {
         self.hosts[id].inner_host.and_then(|inner| self.hosts.get(inner)).is_some_and(|inner| {
             inner.agent == AgentConnectionState::Joined && now > inner.last_heard + lease / 2
         })
     }
 
-    /// Records, for each changed host in the tree of agents, which other host now passes on its
-    /// messages.
+    /// Stores, for each of the given hosts, the other host whose agent now forwards its messages to
+    /// the controller.
     pub(super) fn record_inner_hosts(&mut self, changes: Vec<(HostIndex, Option<HostIndex>)>) {
         for (id, inner_host) in changes {
             if let Some(host) = self.hosts.get_mut(id) {
@@ -445,8 +447,8 @@ impl ControllerCore {
         }
     }
 
-    /// Restarts the time limits for silence (leases) of all hosts whose messages the agent of the
-    /// lost host `lost` passed on.
+    /// Restarts the time limits for silence of all hosts whose messages were forwarded by the agent
+    /// of the host `lost`, which is lost.
     fn renew_leases_behind_host(&mut self, now: Duration, lost: HostIndex) {
         for host in self.hosts.iter_mut().filter(|host| host.inner_host == Some(lost)) {
             (host.inner_host, host.last_heard) = (None, now);

@@ -1,5 +1,5 @@
-//! Sends the run's state (the memo) to the agents before each order, such as a stop, and restores
-//! this state in a later controller.
+//! Sends the state of the run to all agents before each order, such as a stop, so that a later
+//! controller can restore this state.
 use super::{
     AttemptState, ControllerAction, ControllerCore, HostIndex,
     host_state::AgentConnectionState,
@@ -36,8 +36,8 @@ impl ControllerCore {
         self.actions.push(ControllerAction::SendMemo { hosts, memo });
     }
 
-    /// Builds the description of the run's present state (the memo) that agents keep for a later
-    /// controller.
+    /// Builds the memo, which is the part of the run's state that agents store so that a later
+    /// controller can take over the run.
     fn build_memo(&mut self) -> RunMemo {
         self.memos += 1;
         let phase = match self.state {

@@ -1,6 +1,6 @@
-//! Processes, after a takeover of a run, earlier events and agents' reports that the lost
-//! controller may not have stored. These are events of the lost controllers that the journal lacks,
-//! and reports that the agents have repeated.
+//! Processes events and agents' reports from before a takeover that the lost controller may not
+//! have stored in the journal. These are events of the lost controllers that the journal lacks, and
+//! reports that the agents have repeated.
 //!
 //! The journal gets all earlier events first, in the order in which they happened. The reports
 //! about the ends of workers follow, because they make this controller report events.
@@ -18,7 +18,8 @@ use std::{
     time::Duration,
 };
 
-/// An event from before the takeover of a run, which the new controller must add to the journal.
+/// An event from before a takeover that is missing in the journal (the run's file of events), so
+/// that the new controller adds it.
 #[derive(Debug)]
 enum MissingJournalLine {
     /// An event of a lost controller.
@@ -28,8 +29,9 @@ enum MissingJournalLine {
 }
 
 impl ControllerCore {
-    /// After a takeover, appends to the journal (the run's file of events) those earlier events
-    /// that it does not contain. Returns the other reports, in the order in which they were made.
+    /// Adds the events that the journal (the run's file of events) lacks after a takeover to the
+    /// journal, and returns the agents' reports that are not events. Returns the other reports, in
+    /// the order in which they were made.
     pub(super) fn replay_events(
         &mut self,
         now: Duration,
@@ -61,8 +63,8 @@ impl ControllerCore {
         others
     }
 
-    /// Handles, after a takeover, a worker's event that its agent has sent again because the lost
-    /// controller did not store it.
+    /// Processes a worker's event that was reported to the lost controller but not stored by it,
+    /// and that the agent has sent again after the takeover.
     fn replay_event(&mut self, now: Duration, replayed: ReplayedReport) {
         let age_ms = replayed.age_ms(now);
         let ReplayedReport { host, seq, message, .. } = replayed;
@@ -85,8 +87,8 @@ impl ControllerCore {
         }
     }
 
-    /// Handles, after a takeover, a report other than an event, such as a worker's exit, that an
-    /// agent has sent again. Reports of earlier attempts have no effect.
+    /// Processes a report from before a takeover that an agent has sent again and that is not an
+    /// event, such as a worker's exit. Reports of earlier attempts have no effect.
     pub(super) fn replay_report(&mut self, now: Duration, replayed: ReplayedReport) {
         let age_ms = replayed.age_ms(now);
         let ReplayedReport { host, seq, message, .. } = replayed;
@@ -96,8 +98,8 @@ impl ControllerCore {
     }
 }
 
-/// Sorts the reports that agents have repeated by the time at which they were made. The reports of
-/// each agent keep their order, which is that of their arrival.
+/// Sorts reports that agents have sent again after a takeover by the time at which each report was
+/// originally made. The reports of each agent keep their order, which is that of their arrival.
 fn sort_reports_by_time(mut reports: Vec<ReplayedReport>) -> Vec<ReplayedReport> {
     // Reports may arrive late, and then seem to be younger than they are.
     let mut next: BTreeMap<HostIndex, SignedTimeMs> = BTreeMap::new();
@@ -110,8 +112,8 @@ fn sort_reports_by_time(mut reports: Vec<ReplayedReport>) -> Vec<ReplayedReport>
     reports
 }
 
-/// Merges two lists of events that the journal lacks, from lost controllers and from workers, in
-/// the order in which they happened.
+/// Merges two lists of events that the journal lacks, one from lost controllers and one from
+/// workers, into one list in the order of time.
 ///
 /// The clocks of the machines of earlier controllers may differ. Therefore the start of an attempt
 /// is always placed after the events of earlier attempts, and before the events of the attempt's

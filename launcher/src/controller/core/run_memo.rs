@@ -10,8 +10,8 @@ use protocol::{control::ControllerToken, event::Event};
 use serde::{Deserialize, Serialize};
 use std::{path::PathBuf, time::Duration};
 
-/// The phase of an attempt in the memo (the stored state of a run), such as running, stopping or
-/// ending.
+/// The phase of the current start of the workers, such as running, stopping or ending, which agents
+/// store with the run's state for a later controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum MemoPhase {
     /// No worker of the attempt was started.
@@ -27,8 +27,8 @@ pub(crate) enum MemoPhase {
     Ending,
 }
 
-/// The state of a run that only the controller knows, which agents keep for a later controller:
-/// attempt, phase, failures and unstored events. Its size does not depend on the number of hosts.
+/// The state of a run that only the controller knows, such as its phase and failure counts, which
+/// agents store for a later controller. Its size does not depend on the number of hosts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RunMemo {
     /// The token of the controller that wrote the memo.
@@ -74,8 +74,9 @@ pub(crate) struct UnstoredEvent {
     pub(crate) event: Event,
 }
 
-/// The copy of a run's state (the memo), unstored events and job file path that agents keep for a
-/// later controller. The events are those that the journal may not contain yet.
+/// What an agent stores for a controller that takes over the run: the state of the run, events that
+/// the journal may lack, and the job file path. The events are those that the journal may not
+/// contain yet.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct StoredMemo {
     pub(crate) memo: RunMemo,

@@ -107,8 +107,9 @@ impl CoreSetup {
         }
     }
 
-    /// Returns two texts for a message to the user: the stop signal of programs, and the signals
-    /// that follow it. For example, these are `SIGTERM` and `SIGKILL follows in 30 s`.
+    /// Returns two texts for messages to the user: the name of the stop signal of the workers, and
+    /// a list of the signals that are sent later. For example, these are `SIGTERM` and `SIGKILL
+    /// follows in 30 s`.
     pub(super) fn describe_program_stop(&self) -> (&'static str, String) {
         let (delay, grace) = (self.sigterm_delay.as_secs_f64(), self.grace.as_secs_f64());
         let following = match self.stop_signal {

@@ -1,4 +1,5 @@
-//! [`StopRequest`]: who requested that the run save and stop.
+//! [`StopRequest`]: the request of the user or of the batch system that a run save a checkpoint and
+//! stop.
 use protocol::exit;
 use serde::{Deserialize, Serialize};
 

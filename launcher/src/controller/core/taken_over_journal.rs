@@ -4,8 +4,8 @@ use super::run_memo::UnstoredEvent;
 use crate::controller::journal::JournalSummary;
 use std::time::Duration;
 
-/// A summary of the run's journal that this controller has taken over, and the controller events
-/// that are missing in the journal.
+/// What a new controller knows about the journal (the run's file of events) of a lost controller: a
+/// summary, and the events missing from the file.
 #[derive(Clone, Debug)]
 pub(crate) struct TakenOverJournal {
     /// The summary of the journal and of the missing events, which are added to the journal.
@@ -23,8 +23,9 @@ pub(crate) struct MissingEvent {
 }
 
 impl TakenOverJournal {
-    /// Finds the events that the taken over journal lacks, by comparing its `summary` with the
-    /// controller events that agents kept (`unstored`). `time` is the present time in seconds since
+    /// Finds the controller events that the journal (the run's file of events) lacks among the
+    /// events `unstored`, which agents kept for the new controller. `time` is the present time in
+    /// seconds since
     /// 1970.
     pub(crate) fn new(
         mut summary: JournalSummary,
@@ -52,7 +53,8 @@ impl TakenOverJournal {
         self.missing.iter().map(|missing| &missing.event)
     }
 
-    /// Returns the summary of the journal, which includes the events that the journal lacks.
+    /// Returns the summary of the journal (the run's file of events), in which the events that the
+    /// file still lacks are counted as well.
     pub(crate) fn summary(&self) -> &JournalSummary {
         &self.summary
     }

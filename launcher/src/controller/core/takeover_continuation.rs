@@ -1,6 +1,6 @@
-//! Continues the present attempt of a run that this controller has taken over from a lost
-//! controller. Restores its hosts and workers, processes repeated reports, and repeats the last
-//! order.
+//! Resumes the control of the running workers after this controller has taken over a run from a
+//! lost controller. Restores its hosts and workers, processes repeated reports, and repeats the
+//! last order.
 use super::{
     ABORT_GRACE, AgentEnd, AttemptState, ControllerAction, ControllerCore, HostIndex, WorkerState,
     adoption_state::{AdoptedRun, ReplayedReport},
@@ -18,7 +18,8 @@ use std::{
     time::Duration,
 };
 
-/// The hosts, ranks and logs of the attempt that was running when its run was taken over.
+/// The hosts, ranks and log paths of the workers that were running or starting when this controller
+/// took over the run.
 struct AdoptedMembers {
     /// The members in the order of ranks, each with its ranks and whether its workers were started.
     members: Vec<(HostIndex, Range<Rank>, bool)>,
@@ -30,8 +31,8 @@ struct AdoptedMembers {
 }
 
 impl ControllerCore {
-    /// Continues a run after its takeover: processes reports that the lost controller may have
-    /// missed, and repeats that controller's last order.
+    /// Resumes the control of a run after its takeover: processes reports that the lost controller
+    /// may have missed, and repeats its last order to the agents.
     pub(super) fn continue_adopted_run(&mut self, now: Duration, run: AdoptedRun, journal: TakenOverJournal) {
         let AdoptedRun { phase, plans, peers, placement, reports, lost, unattended } = run;
         self.end_obsolete_agents(&plans, &reports);
@@ -65,8 +66,7 @@ impl ControllerCore {
         self.repeat_last_order(now);
     }
 
-    /// Ends the agents whose workers belong to an earlier attempt than the present one, unless the
-    /// agents have reported the end of these workers.
+    /// Ends the agents that still run workers of an earlier start of the job than the current one.
     fn end_obsolete_agents(&mut self, plans: &[(HostIndex, HostPlan)], reports: &[ReplayedReport]) {
         for (id, plan) in plans.iter().filter(|(_, plan)| plan.attempt < self.attempt) {
             let has_ended = reports.iter().any(|report| {
@@ -80,8 +80,8 @@ impl ControllerCore {
         }
     }
 
-    /// Finds the hosts of the present attempt and their ranks, from the plans that the agents have
-    /// and the list of hosts in the journal.
+    /// Determines which hosts and ranks the current start of the workers uses, from the agents'
+    /// plans and the host list in the journal.
     fn find_adopted_members(
         &self,
         plans: &[(HostIndex, HostPlan)],
@@ -133,8 +133,8 @@ impl ControllerCore {
         }
     }
 
-    /// Resets, after a takeover, the records of the current attempt's hosts and workers to the
-    /// state of newly started workers.
+    /// Initializes this controller's records of the hosts and workers after a takeover, as if the
+    /// workers had just been started.
     fn restore_attempt(&mut self, adopted: AdoptedMembers) {
         let AdoptedMembers { members, logs, world, run_dir } = adopted;
         let default_log = |rank: Rank, directory: &Path| directory.join(format!("logs/rank-{rank}.log"));
@@ -174,8 +174,8 @@ impl ControllerCore {
         }
     }
 
-    /// Ends an attempt that the lost controller had not started completely, so that the job
-    /// restarts. The next attempt does not count as a restart.
+    /// Ends the workers of a start that the lost controller had not completed on all hosts, so that
+    /// the workers are restarted. The next attempt does not count as a restart.
     fn restart_incomplete_attempt(&mut self, now: Duration) {
         match self.state {
             AttemptState::Running | AttemptState::Draining { .. } => {
@@ -189,9 +189,9 @@ impl ControllerCore {
         self.kill_workers(now, "the controller was lost while the attempt started", grace, false);
     }
 
-    /// Handles, after a takeover, hosts without a reachable agent, and counts those of the current
-    /// attempt as lost. Their losses precede all other failures, because the loss of a host makes
-    /// other workers fail.
+    /// Handles the hosts whose agents could not be reached in a takeover, and treats those that run
+    /// current workers as lost. Their losses precede all other failures, because the loss of a host
+    /// makes other workers fail.
     fn handle_unadopted_hosts(&mut self, now: Duration, lost: Vec<(HostIndex, AgentEnd)>) {
         for (id, end) in lost {
             let host = &mut self.hosts[id];
@@ -206,8 +206,8 @@ impl ControllerCore {
         }
     }
 
-    /// Repeats the most recent order of the lost controller, such as a stop, because some agents
-    /// may not have received it.
+    /// Repeats the last order of the lost controller to all agents, such as to stop or kill the
+    /// workers, because some agents may have missed it.
     fn repeat_last_order(&mut self, now: Duration) {
         match self.state {
             AttemptState::Stopping(_) | AttemptState::Draining { host_lost: false } => {

@@ -1,5 +1,5 @@
-//! Processes the reports of agents about the workers of the current attempt, in the controller's
-//! state machine.
+//! The part of the controller's state machine that processes the reports of agents about their
+//! workers, such as a start, an exit or a stall.
 use super::{
     AttemptState, CONNECTION_LOSS_TIMEOUT, ControllerAction, ControllerCore, FailureReason, HostIndex,
     ROOT_CAUSE_TIMEOUT, RootCause, WorkerState,
@@ -18,7 +18,8 @@ use protocol::{
 };
 use std::{net::SocketAddr, time::Duration};
 
-/// How a worker's process ended, as its agent reports it ([`FromAgent::Exited`]).
+/// The end of a worker's process as the agent reports it ([`FromAgent::Exited`]): exit status, last
+/// output and details of the failure.
 struct WorkerExitReport {
     rank: Rank,
     pid: u32,
@@ -32,9 +33,9 @@ struct WorkerExitReport {
 }
 
 impl ControllerCore {
-    /// Calls the handler of an agent's message about one of its workers, such as a start, an exit
-    /// or an event, or about the agent's own failure. Lines of output and failures of the agent may
-    /// belong to an earlier attempt.
+    /// Processes a message of the agent on `host` about one of its workers, such as a start, an
+    /// exit, an output line or a failure. Lines of output and failures of the agent may belong to
+    /// an earlier attempt.
     pub(super) fn handle_worker_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
         match message {
             FromAgent::Started { rank, pid, .. } => self.handle_worker_started(now, host, rank, pid),
@@ -133,8 +134,8 @@ impl ControllerCore {
         self.release_unlisted_hosts(now);
     }
 
-    /// Stores the step or checkpoint that an event of a worker reports, and passes the event to the
-    /// journal and the user. Drops events that only the controller may report.
+    /// Processes an event of a worker: records the reported step or checkpoint, writes the event to
+    /// the journal, and shows it to the user. Drops events that only the controller may report.
     fn handle_worker_event(&mut self, event: Event) {
         if is_controller_event(&event) {
             return;
@@ -148,8 +149,8 @@ impl ControllerCore {
         self.pass_on_worker_event(event);
     }
 
-    /// Sends the event of a step from an earlier attempt to the journal and the user, unless a
-    /// later step was already reported. The step is no progress of the current attempt.
+    /// Passes on the event of a step from before a restart to the journal and the user, unless a
+    /// later step of the run was already reported. The step is no progress of the current attempt.
     fn handle_restored_step(&mut self, event: Event) {
         if self.is_unreported_step(&event) {
             self.record_run_progress(&event);
@@ -157,13 +158,14 @@ impl ControllerCore {
         }
     }
 
-    /// Returns whether `event` is the event of a step that is later than all steps of the run that
-    /// workers have reported.
+    /// Returns whether `event` reports a training step with a higher number than the newest step of
+    /// the run that workers have reported.
     pub(super) fn is_unreported_step(&self, event: &Event) -> bool {
         matches!(event, Event::Step { step, .. } if self.step.is_none_or(|newest| *step > newest))
     }
 
-    /// Requests that an event of a worker be written to the journal and shown to the user.
+    /// Adds an action by which an event of a worker is written to the journal (the run's file of
+    /// events) and shown to the user.
     fn pass_on_worker_event(&mut self, event: Event) {
         self.actions.push(match self.current_report.take() {
             Some((report, age)) => ControllerAction::WorkerEvent { report, age, event: Some(event) },
@@ -171,8 +173,8 @@ impl ControllerCore {
         });
     }
 
-    /// Records the step or checkpoint in a worker's event as the progress of the run, whichever
-    /// attempt the worker belongs to.
+    /// Records the newest step or checkpoint of the run from an event of a worker, even if the
+    /// worker was started before a restart of the job.
     pub(super) fn record_run_progress(&mut self, event: &Event) {
         match event {
             Event::Step { step, .. } => (self.step, self.stepped) = (Some(*step), true),
@@ -207,7 +209,8 @@ impl ControllerCore {
         }
     }
 
-    /// Fails the attempt because an agent could not start or supervise a worker.
+    /// Fails the current start of all workers (attempt) because an agent could not start or
+    /// supervise one of them.
     fn handle_worker_failure(&mut self, now: Duration, host: HostIndex, rank: Rank, diagnostic: Diagnostic) {
         let joining = matches!(self.state, AttemptState::Joining | AttemptState::Preparing);
         let exit_code = if joining { exit::CLUSTER } else { exit::FAILED };
@@ -275,18 +278,19 @@ impl ControllerCore {
         }
     }
 
-    /// Fails the attempt because torch has ended a worker after a collective's timeout, and has
-    /// agents collect evidence about the other workers. `evidence` is what the worker leaves about
-    /// its collectives.
+    /// Ends all workers because a collective timed out and torch ended one worker, and has agents
+    /// collect evidence about the other workers, such as stacks. `evidence` is what the worker
+    /// leaves about its collectives.
     fn fail_attempt_after_timeout(&mut self, now: Duration, cause: RootCause, evidence: RankEvidence) {
         let host = cause.host;
         self.fail_hanging_attempt(now, cause.into_collective_timeout());
         self.store_hang_evidence(host, evidence);
     }
 
-    /// Fails the attempt because a worker has ended. If torch has lost the connection of the worker
-    /// to another rank (`lost_connection`), the failure of the other rank is probably the root
-    /// cause, and its report may arrive later.
+    /// Ends all workers because one worker has ended, unless the worker only lost its connection to
+    /// another rank, whose failure may still be reported. If torch has lost the connection of the
+    /// worker to another rank (`lost_connection`), the failure of the other rank is probably the
+    /// root cause, and its report may arrive later.
     fn fail_attempt_of_ended_worker(
         &mut self,
         now: Duration,
@@ -302,8 +306,9 @@ impl ControllerCore {
         }
     }
 
-    /// Records that a built-in worker has given up the failed attempt, while its process waits to
-    /// take part in the next attempt. For this attempt, the worker has ended because a peer failed.
+    /// Records that a built-in worker has given up the failed attempt (start of all workers), while
+    /// its process waits to take part in the next one. For this attempt, the worker has ended
+    /// because a peer failed.
     fn handle_worker_left(&mut self, host: HostIndex, rank: Rank, pid: u32) {
         let Some(worker) = self.find_worker(host, rank).filter(|w| w.ended.is_none()) else { return };
         let (was_running, was_stalled) = (worker.is_running(), worker.stalled_for.take().is_some());
@@ -314,9 +319,9 @@ impl ControllerCore {
         self.stalled -= usize::from(was_stalled);
     }
 
-    /// Records that a worker has made no progress for `stalled_for`, and fails the attempt if all
-    /// running workers stall and one shows a hang. Also fails the attempt if the process of the
-    /// worker is suspended (`suspended`), for example by SIGSTOP.
+    /// Records that a worker has made no progress for `stalled_for`, and ends all workers if every
+    /// running worker has stalled and one seems to hang. Also fails the attempt if the process of
+    /// the worker is suspended (`suspended`), for example by SIGSTOP.
     fn handle_stalled_worker(
         &mut self,
         now: Duration,
@@ -352,8 +357,8 @@ impl ControllerCore {
         self.fail_hanging_attempt(now, cause);
     }
 
-    /// Records that a host runs no more workers of the attempt, and fails the attempt if the agent
-    /// did not report a worker's end.
+    /// Records that the workers of a host have ended, and reports a failure if the agent did not
+    /// report how each worker ended.
     fn handle_workers_ended(&mut self, now: Duration, host: HostIndex) {
         if !self.hosts[host].active {
             return;
@@ -371,8 +376,8 @@ impl ControllerCore {
         self.mark_host_inactive(host);
     }
 
-    /// Records a failure that is probably the consequence of another one, and waits for the report
-    /// of the root cause. The recorded failure becomes the root cause if no other failure is
+    /// Stores a failure that may only be a consequence of another failure, and waits for the report
+    /// of this other failure. The recorded failure becomes the root cause if no other failure is
     /// reported within `timeout`.
     fn record_suspected_failure(&mut self, now: Duration, cause: RootCause, timeout: Duration) {
         let has_workers = matches!(
@@ -385,7 +390,8 @@ impl ControllerCore {
     }
 }
 
-/// Returns whether only a controller may report an event.
+/// Returns whether `event` is of a kind that only the controller reports, such as the start, the
+/// restart or the end of the run.
 pub(super) fn is_controller_event(event: &Event) -> bool {
     match event {
         Event::Start { .. }

@@ -1,5 +1,5 @@
-//! Ends the agents and the child processes that started them (such as `ssh`), and kills every
-//! process that an agent leaves behind on this machine.
+//! Ends all agents and the processes through which they were started (such as `ssh`), and kills
+//! processes that agents left on this machine.
 use super::{ControllerDriver, SupervisedAgent};
 use crate::{
     cluster::AgentHandle,
@@ -19,11 +19,11 @@ use tokio::time::{sleep, timeout};
 
 /// How long an agent may take to exit after its control connection has ended, before it is killed.
 const AGENT_EXIT_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long an agent on another host may take to receive the request to end and to close its
-/// connection.
+/// How long the controller waits until an agent on another host has closed its connection after a
+/// request to end.
 const AGENT_RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time that child processes such as `ssh` get to exit after the last agent's end, and again
-/// after SIGTERM, before SIGKILL.
+/// How long a child process such as `ssh` may take to exit, first after the last agent's end and
+/// once more after SIGTERM.
 const TRANSPORT_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long [`ControllerDriver::sweep_processes`] waits until the processes that it has killed have
 /// ended.
@@ -32,10 +32,10 @@ const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
 const SWEEP_INTERVAL: Duration = Duration::from_millis(2);
 
 impl ControllerDriver {
-    /// Waits for the end of an agent whose control connection has ended, kills its remaining
-    /// processes on this machine, and informs the state machine. Kills an agent that has not ended
-    /// after [`AGENT_EXIT_TIMEOUT`]. `error` states why the stream broke; `None` if the stream
-    /// ended in order.
+    /// Waits for the end of an agent whose control connection has ended, kills processes that it
+    /// left on this machine, and reports the end to the state machine. Kills an agent that has not
+    /// ended after [`AGENT_EXIT_TIMEOUT`]. `error` states why the stream broke; `None` if the
+    /// stream ended in order.
     pub(super) async fn handle_agent_end(&mut self, host: HostIndex, error: Option<Diagnostic>) {
         if let Some(agent) = self.agents.get_mut(&host) {
             agent.outbox = None;
@@ -68,8 +68,8 @@ impl ControllerDriver {
         self.handle_input(ControllerInput::AgentGone { host, end });
     }
 
-    /// Reaps child processes that have ended: agents, and processes that became children of this
-    /// process when their agent died. Returns whether any child is left.
+    /// Reaps all ended child processes: agents, processes such as `ssh`, and orphans that this
+    /// process has inherited from ended agents. Returns whether any child is left.
     pub(super) fn reap_children(&mut self) -> bool {
         let (agents, transport) = (&mut self.agents, &mut self.transport);
         let _lock = lock_children();
@@ -84,8 +84,9 @@ impl ControllerDriver {
         )
     }
 
-    /// Kills every process of this job on this machine that no running agent supervises. Gives up
-    /// after [`SWEEP_TIMEOUT`] and warns the user.
+    /// Kills the processes of this job on this machine whose agent has ended, and warns the user if
+    /// this takes longer than [`SWEEP_TIMEOUT`]. Gives up after [`SWEEP_TIMEOUT`] and warns the
+    /// user.
     pub(super) async fn sweep_processes(&mut self) {
         let limit = self.clock.now() + SWEEP_TIMEOUT;
         // One scan may miss a process that is forked during the scan.
@@ -149,8 +150,9 @@ impl ControllerDriver {
         }
     }
 
-    /// Waits up to [`SWEEP_INTERVAL`] for one message of any agent. Records the end of an agent's
-    /// connection if the message reports it. Ignores other messages.
+    /// Waits briefly for a message from any agent, and records the end of an agent's connection if
+    /// that is the message. Records the end of an agent's connection if the message reports it.
+    /// Ignores other messages.
     async fn receive_end_of_agent(&mut self) {
         if let Ok(Some((agent, Ok(None) | Err(_)))) = timeout(SWEEP_INTERVAL, self.messages.1.recv()).await {
             self.released.remove(&agent);

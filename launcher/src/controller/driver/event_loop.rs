@@ -32,8 +32,8 @@ const STDERR_CHUNK_BYTES: usize = 4 << 10;
 /// [`crate::clock::RunningClock`] counts at most two seconds between two readings, so the clock
 /// would lag after a longer sleep.
 const MAX_SLEEP: Duration = Duration::from_secs(1);
-/// The interval at which the controller syncs the journal (the file of the run's events) to the
-/// disk and checks the disk for a stall.
+/// The interval at which the controller writes the journal (the run's file of events) to stable
+/// storage, and checks whether the disk hangs.
 const JOURNAL_SYNC_INTERVAL: Duration = Duration::from_millis(500);
 
 impl ControllerDriver {
@@ -78,8 +78,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Waits for the next event of the controller's event loop, but at most until the next deadline
-    /// of the controller's state machine.
+    /// Waits for the next event for the controller, such as a message or a signal, or for the time
+    /// at which its next deadline passes.
     async fn receive_event(
         &mut self,
         signals: &mut SignalReceiver,
@@ -105,8 +105,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Passes one event of the controller's event loop, such as a message or a signal, to the state
-    /// machine, or executes what the event requests.
+    /// Processes one event, such as a message or a signal, mostly by passing it to the controller's
+    /// state machine and executing the resulting actions.
     pub(super) async fn process_event(
         &mut self,
         event: LoopEvent,
@@ -198,8 +198,8 @@ impl ControllerDriver {
         self.inner_hosts.retain(|_, inner_host| *inner_host != host);
     }
 
-    /// Moves critical messages that wait for space into the send queues of the agents' connections,
-    /// as far as the queues have space now.
+    /// Moves critical messages from the overflow buffers into the send queues of the agents'
+    /// connections, until the queues are full.
     fn flush_outboxes(&mut self) {
         let agents = &mut self.agents;
         self.backlogged.retain(|host| {
@@ -248,8 +248,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Counts a worker that has started and, once all workers of the attempt run, informs the
-    /// process that started this controller in the background.
+    /// Counts a started worker and, once all workers run, informs the process `launch run --detach`
+    /// that waits for the start.
     fn count_started_worker(&mut self) {
         self.not_started = self.not_started.saturating_sub(1);
         if self.not_started == 0
@@ -281,8 +281,8 @@ fn is_worker_start(message: &FromAgent) -> bool {
     }
 }
 
-/// Waits until the journal has written further reports of agents to the disk, and returns the
-/// numbers of these reports. Waits forever without a journal.
+/// Waits until more reports of agents are stored in the journal on disk, and returns the IDs of
+/// these reports. Waits forever without a journal.
 async fn receive_stored_reports(stored: &mut Option<StoredReportReceiver>) -> Option<Vec<ReportId>> {
     match stored {
         Some(stored) => stored.recv().await,

@@ -17,8 +17,8 @@ use protocol::control::{ExecId, ExecReply, ExecRequest, PROTOCOL_VERSION, ToAgen
 const MAX_CLIENTS: usize = 16;
 
 impl ControllerDriver {
-    /// Handles an event of a `launch exec` process that is connected to the controller: registers
-    /// it, passes on its request, or cancels its command when it has ended.
+    /// Handles a connection, a request or the end of a `launch exec` process, which runs commands
+    /// on the host of a worker through the controller.
     pub(super) fn handle_exec_client(&mut self, event: ExecClientEvent) {
         match event {
             ExecClientEvent::Connected(id, mut outbox) => {

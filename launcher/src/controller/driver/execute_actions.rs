@@ -74,16 +74,16 @@ impl ControllerDriver {
         }
     }
 
-    /// Sends the first message (hello) to the agent of a host, with the conditions under which the
-    /// agent obeys this controller.
+    /// Sends the first message (hello) to the agent of a host, with the keys and time limits by
+    /// which the agent recognizes this controller.
     fn send_hello(&mut self, host: HostIndex) {
         let (Some(target), Some(agent)) = (self.hosts.get(host), self.agents.get(&host)) else { return };
         let terms = self.identity.build_supervision_terms(&target.name, agent.number);
         self.send_to_agent(host, ToAgent::Hello { version: PROTOCOL_VERSION, terms: Some(Box::new(terms)) });
     }
 
-    /// Asks the agent of a host to end, and closes the control connection to it. `exit_code` is the
-    /// exit code of the run; `None` if the run continues without the agent.
+    /// Sends the agent of a host the order to end, and closes the control connection to the agent.
+    /// `exit_code` is the exit code of the run; `None` if the run continues without the agent.
     pub(super) fn release_agent(&mut self, host: HostIndex, exit_code: Option<u8>) {
         self.send_to_agent(host, ToAgent::End { exit_code });
         if let Some(agent) = self.agents.get_mut(&host)
@@ -112,8 +112,8 @@ impl ControllerDriver {
         self.report.show_event(event);
     }
 
-    /// Appends to the journal (the file of the run's events) an event that an earlier controller of
-    /// the run has reported, but not stored.
+    /// Appends an event to the journal (the run's file of events) that an earlier controller of the
+    /// run could not store there.
     fn append_event_of_earlier_controller(&mut self, event: &UnstoredEvent) {
         if let Some(journal) = &mut self.journal {
             journal.append_event(&event.event, event.time, Some((CONTROLLER_REPORT_STREAM, event.number)));

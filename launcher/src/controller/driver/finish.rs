@@ -15,16 +15,16 @@ use nix::sys::signal::{SigHandler, Signal};
 use protocol::{event::Event, exit};
 use std::time::Duration;
 
-/// How long the controller of a preempted batch job waits until the batch system ends it, in
-/// addition to the grace time of the job.
+/// How long the controller of a preempted batch job waits to be ended by the batch system, counted
+/// from the end of the job's grace time.
 const PREEMPTION_MARGIN: Duration = Duration::from_secs(60);
 /// How long the controller waits at the end of a run until the console output of other hosts is
 /// written to files.
 const STREAMED_LOGS_TIMEOUT: Duration = Duration::from_secs(20);
 
 impl ControllerDriver {
-    /// Reports the end of the run, completes the run's journal, requeues the batch job if
-    /// necessary, and returns the exit code of `launch`.
+    /// Ends a run: reports the result, completes the journal (the run's file of events), requeues a
+    /// batch job if required, and returns launch's exit code.
     pub(super) fn finish_run(mut self, outcome: RunOutcome) -> u8 {
         let seconds = (self.earlier + self.clock.now()).as_secs_f64();
         let exit_code = outcome.exit_code;
@@ -83,9 +83,9 @@ impl ControllerDriver {
         answer.unwrap_or(None)
     }
 
-    /// Waits until the journal and the log files with the console output of other hosts are
-    /// completely written. If the journal cannot be completed, records the end of the run in the
-    /// user's state directory.
+    /// Waits until the journal (the run's file of events) and the files with other hosts' console
+    /// output are completely written to disk. If the journal cannot be completed, records the end
+    /// of the run in the user's state directory.
     fn wait_for_complete_files(&mut self, exit_code: u8, seconds: f64) {
         if !self.streamed_logs.flush(STREAMED_LOGS_TIMEOUT) {
             let message =
@@ -106,16 +106,16 @@ impl ControllerDriver {
         }
     }
 
-    /// Ends this controller because it cannot take over the run from the lost controller. Returns
-    /// the exit code of `launch`.
+    /// Ends this controller after it could not take over a run from a lost controller, and reports
+    /// the reason to the user. Returns the exit code of `launch`.
     pub(super) fn abandon_run(self, failure: &AttachFailure) -> u8 {
         report_error(&self.build_attach_error(failure));
         find_attach_exit_code(failure)
     }
 
-    /// Ends this controller because another controller has taken over the run, or the agents no
-    /// longer obey this one. Neither agents nor the journal are changed. Returns the exit code of
-    /// `launch`.
+    /// Ends this controller because another controller has taken over the run or because the agents
+    /// continue without a controller. Neither agents nor the journal are changed. Returns the exit
+    /// code of `launch`.
     pub(super) fn leave_run(self, replacement: &ControllerReplacement) -> u8 {
         let timeout = Duration::from_millis(self.job.run.controller_timeout_ms);
         report_error(&build_replacement_error(&self.plan.run.0, replacement, timeout));
@@ -124,7 +124,8 @@ impl ControllerDriver {
 }
 
 /// Builds the error that this controller no longer controls its run, because another controller has
-/// replaced it. `timeout` is the time for which workers continue without a controller.
+/// replaced it or the agents continue without a controller. `timeout` is the time for which workers
+/// continue without a controller.
 fn build_replacement_error(run: &str, replacement: &ControllerReplacement, timeout: Duration) -> Diagnostic {
     let silence = replacement.silent_ms.map(|ms| format_duration(ms as f64 / 1000.0));
     let reason = silence.map_or_else(String::new, |silence| format!(", which was silent for {silence}"));
@@ -174,9 +175,9 @@ fn build_batch_job_end_note(answer: &diagnostic::Result<Option<BatchJobEnd>>) ->
     })
 }
 
-/// Blocks until the batch system ends this process, because it is preempting the batch job. A job
-/// that ends before it is preempted would not be requeued, even if its partition requeues preempted
-/// jobs.
+/// Blocks until the batch system ends this process, after the batch system has announced the
+/// preemption of the batch job. A job that ends before it is preempted would not be requeued, even
+/// if its partition requeues preempted jobs.
 fn wait_for_preemption(preemption: &BatchJobEnd) {
     let BatchJobEndReason::Preemption { time_left } = preemption.reason else { return };
     report::command_output::write_message(&format!(

@@ -1,4 +1,4 @@
-//! Tracks, for each host in the tree of agents, which other host passes on its messages (see
+//! Tracks which hosts' messages are forwarded by the agent of another host, and by which one (see
 //! [`crate::cluster::RemoteAgentConnection::tree_route`]).
 use super::ControllerDriver;
 use crate::{
@@ -8,8 +8,8 @@ use crate::{
 use std::collections::HashMap;
 
 impl ControllerDriver {
-    /// Reports to the controller's state machine, for each host in the tree of agents, which other
-    /// host now passes on its messages. Does nothing without a tree.
+    /// Informs the controller's state machine for which hosts the agent of another host now
+    /// forwards the messages, and of which host. Does nothing without a tree.
     pub(super) fn update_inner_hosts(&mut self) {
         let routes = self.agents.iter().filter_map(|(host, agent)| match &agent.handle {
             AgentHandle::Connection(connection) => Some((*host, connection.tree_route()?)),

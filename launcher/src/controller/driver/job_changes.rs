@@ -8,8 +8,8 @@ use crate::controller::{
 };
 
 impl ControllerDriver {
-    /// Applies a change of the job file: reports the change, sends the new values of reloadable
-    /// keys to the workers, and uses them for later attempts.
+    /// Applies a change of the job file: reports it, sends new values of reloadable keys to the
+    /// workers, and uses them when workers are restarted.
     pub(super) fn apply_job_file_change(&mut self, watch: &mut JobFileWatch, content: WatchedFileContent) {
         let change = watch.evaluate_change(&self.job, content);
         change.notices.into_iter().for_each(|message| self.emit_notice(message));

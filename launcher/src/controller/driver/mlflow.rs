@@ -9,8 +9,8 @@ use std::time::Duration;
 
 /// How long the controller waits at the end of a run until MLflow has received the rest of the run.
 const MLFLOW_FLUSH_TIMEOUT: Duration = Duration::from_secs(10);
-/// The job section, `run.env`, whose values are not sent to MLflow because environment variables
-/// may be secrets. Variables may be secrets, and other users can read what a server records.
+/// The job section whose values launch does not send to MLflow: the environment variables in
+/// `run.env`. Variables may be secrets, and other users can read what a server records.
 const UNSENT_JOB_KEY_PREFIXES: &str = "run.env";
 
 impl ControllerDriver {

@@ -1,19 +1,19 @@
-//! Continues after a pause of this process (such as Ctrl-Z), during which another controller may
-//! have taken over the run.
+//! Checks after a pause of this process (such as Ctrl-Z) whether another controller has taken over
+//! the run, before the controller continues.
 use super::{ControllerDriver, ControllerReplacement, EventLoopEnd, loop_event::LoopEvent};
 use crate::controller::{hostfile::HostfileWatch, job_file::JobFileWatch, journal::Journal};
 use protocol::control::FromAgent;
 use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
 
-/// How long the controller waits after a pause for a message that another controller has taken over
-/// the run. Agents sent this news when it happened, but not over connections that had broken
-/// before. The journal shows the takeover in any case.
+/// How long the controller waits, after this process was paused, for a message of an agent that
+/// another controller has taken over the run. Agents sent this news when it happened, but not over
+/// connections that had broken before. The journal shows the takeover in any case.
 const TAKEOVER_NEWS_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl ControllerDriver {
-    /// Checks, after a pause of this process such as Ctrl-Z, whether another controller has
-    /// replaced it, and otherwise processes the waiting events. If another controller has taken
+    /// Checks whether another controller took over the run while this process was paused, for
+    /// example by Ctrl-Z, and if not, processes the waiting events. If another controller has taken
     /// over the run in the meantime, ends the run for this controller without an order and without
     /// an event.
     ///

@@ -1,5 +1,5 @@
-//! Starts an attempt: makes its plan, binds the rendezvous port (`MASTER_PORT`), starts the
-//! workers, and distributes the workers' addresses.
+//! Starts all workers: makes their plan, has the rendezvous port (`MASTER_PORT`) bound, sends the
+//! plan to the agents, and distributes the workers' addresses.
 use super::ControllerDriver;
 use crate::{
     connection::encode_frame,
@@ -74,9 +74,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Passes the finished plan of an attempt, or the error that prevents it, to the controller's
-    /// state machine, and reports new warnings of the plan to the user. The state machine then
-    /// requests the rendezvous.
+    /// Passes the finished plan of the workers, or the planning error, to the controller's state
+    /// machine, and shows new warnings to the user. The state machine then requests the rendezvous.
     pub(super) fn finish_planning(&mut self, planned: AttemptPlanningResult) {
         let AttemptPlanningResult { attempt, hosts, plan } = planned;
         let plan = match plan {
@@ -111,7 +110,7 @@ impl ControllerDriver {
         hosts.into_iter().for_each(|host| self.send_to_agent(host, ToAgent::Peers(peers.clone())));
     }
 
-    /// Starts the workers of an attempt, by sending each agent its workers' plan with the secrets
+    /// Starts all planned workers by sending each agent the plan of its workers, the secret values,
     /// and the rendezvous address. `port` is the port of the rendezvous.
     pub(super) fn start_workers(&mut self, port: u16) {
         let Some(preparation) = self.preparation.take() else { return };
@@ -151,9 +150,9 @@ impl ControllerDriver {
     }
 }
 
-/// Returns whether `notice` repeats one of the notices `reported`, which the user has already got.
-/// A note that a prepared checkpoint is reused repeats each note about the same directory, which
-/// this run has reported before.
+/// Returns whether the user has already seen the notice `notice`, or one with the same content,
+/// among the notices `reported`. A note that a prepared checkpoint is reused repeats each note
+/// about the same directory, which this run has reported before.
 fn repeats_reported_notice(notice: &Diagnostic, reported: &[Diagnostic]) -> bool {
     let is_reuse = notice.field("reused") == Some(&true.into());
     let has_same_path =
@@ -161,8 +160,8 @@ fn repeats_reported_notice(notice: &Diagnostic, reported: &[Diagnostic]) -> bool
     reported.contains(notice) || (is_reuse && reported.iter().any(has_same_path))
 }
 
-/// Combines all problems that prevent the plan of an attempt into one error. A single problem is
-/// returned unchanged.
+/// Combines all errors because of which no plan of the workers can be made into one error. A single
+/// problem is returned unchanged.
 fn combine_plan_errors(mut problems: Vec<Diagnostic>) -> Diagnostic {
     if problems.len() == 1 {
         return problems.remove(0);

@@ -33,8 +33,8 @@ impl ControllerDriver {
         self.status.complete_straggler_event(event, find_placement);
     }
 
-    /// Adds the missing details, such as the likely reason, to an event about a slow rank, and
-    /// returns the event unless it must wait for another measurement. Returns `None` if it is held
+    /// Adds the host, the likely reason and the message to an event about a slow rank, and returns
+    /// the event unless it is held back because the reason is unknown. Returns `None` if it is held
     /// back until the next measurement of a host.
     pub(super) fn complete_or_hold_event(&mut self, mut event: Event) -> Option<Event> {
         let earlier = self.status.take_held_events_before(&event);
@@ -44,8 +44,8 @@ impl ControllerDriver {
         (!is_held).then_some(event)
     }
 
-    /// Reports that no rank is slow any longer, at the end of an attempt (one start of all
-    /// workers).
+    /// Reports in the journal and to the user that each rank which counted as slow is no longer
+    /// slow, because the attempt (one start of all workers) has ended.
     pub(super) fn report_end_of_stragglers(&mut self) {
         let held = self.status.take_held_events();
         held.into_iter().for_each(|event| self.emit_event(event));
@@ -53,9 +53,9 @@ impl ControllerDriver {
         events.into_iter().for_each(|event| self.emit_event(event));
     }
 
-    /// Writes the newest measurements to the run's status file and, for a job that runs a program,
-    /// to TensorBoard's event file, if the last write is long enough ago. Only the controller that
-    /// writes the journal writes the files.
+    /// Writes the newest usage and step times of the run to its status file and, for a user's
+    /// program, to TensorBoard's event file, but at most once per write interval. Only the
+    /// controller that writes the journal writes the files.
     pub(super) fn write_status(&mut self) {
         if self.is_adopting || !self.status_file.is_due() {
             return;

@@ -1,5 +1,5 @@
-//! Takes over a run from a lost controller: connects to its agents, and continues its journal (file
-//! of events) and its other files.
+//! Takes over a run whose controller was lost: connects to the agents of the run, and continues the
+//! journal (file of events) and the other files in the run directory.
 use super::{ControllerDriver, ControllerReplacement, EventLoopEnd, EvictionAnswer};
 use crate::{
     clock::read_unix_time,
@@ -28,20 +28,21 @@ use protocol::{
 use std::time::Duration;
 use tokio::{io::AsyncWriteExt, sync::mpsc, time::timeout};
 
-/// How long the controller waits for the agent of a lost host to end, after asking this agent to
-/// end.
+/// How long the controller waits for the old agent of a lost host to end after the controller has
+/// requested this end.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl ControllerDriver {
-    /// Asks the agent on a host, whose previous controller was lost, to accept this controller.
+    /// Sends a request to the agent of a host to accept this process as the new controller of the
+    /// run, because the previous controller was lost.
     pub(super) fn send_attach_request(&mut self, host: HostIndex) {
         let Some(target) = self.hosts.get(host) else { return };
         let request = self.identity.build_attach_request(&target.name, AttachPurpose::Adopt);
         self.send_to_agent(host, ToAgent::Attach(Box::new(request)));
     }
 
-    /// Asks the old agent of a host that counts as lost to end, through a process that is newly
-    /// started on the host. Does nothing if the host cannot be reached.
+    /// Starts a process on a host that counts as lost, in order to ask the old agent there, if it
+    /// still runs, to end. Does nothing if the host cannot be reached.
     pub(super) fn evict_agent(&mut self, host: HostIndex) {
         let Some(target) = self.hosts.get(host) else { return };
         let purpose = AttachPurpose::Evict { below: self.agents_started + 1 };
@@ -53,8 +54,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Handles the answer of an agent that was asked to end because its host counts as lost, such
-    /// as that it has ended.
+    /// Informs the controller's state machine that the old agent of a lost host has ended, or ends
+    /// this controller because another controller has replaced it.
     pub(super) fn handle_eviction_answer(&mut self, answer: EvictionAnswer) {
         match answer {
             EvictionAnswer::Ended(host) => self.handle_input(ControllerInput::Evicted(host)),
@@ -65,8 +66,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Takes the job and the secret environment variables of its workers from a message of a
-    /// surviving agent, because the run directory stores no secrets.
+    /// Copies the job and the workers' secret environment variables from the plan that an agent has
+    /// kept, because the files of the run directory contain no secrets.
     pub(super) fn adopt_job_and_secrets_of_plan(&mut self, plan: HostPlan) {
         let stored = self.job.clone();
         if let Some(worker) = plan.workers.first() {
@@ -148,9 +149,8 @@ impl ControllerDriver {
         ControlFile::new(self.identity.key(), epoch, hosts, addresses, self.requeue.is_some())
     }
 
-    /// Ends this controller because it cannot take over the run, for example because another
-    /// controller still controls the run. Also ends the agents of a run whose workers were never
-    /// started.
+    /// Ends the event loop of this controller with `failure`, the reason why the controller cannot
+    /// take over the run. Also ends the agents of a run whose workers were never started.
     pub(super) fn abandon_takeover(&mut self, failure: AttachFailure) {
         if failure == AttachFailure::NotStarted {
             (0..self.hosts.len()).for_each(|host| self.release_agent(host, None));
@@ -208,8 +208,8 @@ impl ControllerDriver {
     }
 }
 
-/// Returns the exit code of `launch` after a controller failed to take over a run, which depends on
-/// the reason `failure`.
+/// Returns the exit code of `launch` after a failed takeover of a run: the code for an interruption
+/// by the user, or the code for errors of the cluster.
 pub(super) fn find_attach_exit_code(failure: &AttachFailure) -> u8 {
     if *failure == AttachFailure::Interrupted { exit::INTERRUPTED } else { exit::CLUSTER }
 }

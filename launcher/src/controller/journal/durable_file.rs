@@ -48,7 +48,8 @@ impl OpenFile {
     }
 }
 
-/// Returns the device and the inode of a file.
+/// Returns the device and the inode of a file, from which [`OpenFile`] notices that another file
+/// has replaced this file.
 fn read_file_identity(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }
@@ -79,8 +80,8 @@ impl AppendableFile for OpenFile {
     }
 }
 
-/// A callback that receives the first error of a file operation that will be repeated until it
-/// succeeds.
+/// A callback that gets the first error of a write or sync, after which the operation is repeated
+/// until it succeeds.
 pub(super) type ErrorReporter<'a> = &'a mut dyn FnMut(&io::Error);
 
 /// A file that loses no appended bytes: writes are repeated until they succeed. Bytes that are not

@@ -36,8 +36,9 @@ impl JournalFiles {
         Ok(JournalFiles { events, metrics, tensorboard, unsynced: BTreeMap::new() })
     }
 
-    /// Appends `event` to the file of events and, if the event has metrics, to the files of
-    /// metrics. `time` is in seconds since 1970. Blocks until the file system accepts the event.
+    /// Appends an event of the run to `events.jsonl` and, for an event with metrics such as the
+    /// loss, also to `metrics.jsonl` and TensorBoard's event file. `time` is in seconds since 1970.
+    /// Blocks until the file system accepts the event.
     pub(super) fn append_event(
         &mut self,
         event: &Event,

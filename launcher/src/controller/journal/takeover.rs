@@ -51,8 +51,8 @@ pub(crate) struct JournalSummary {
     pub(crate) last_failure: u64,
 }
 
-/// The field `report` of a journal line, which identifies the message of an agent or controller
-/// from which the line was written.
+/// The part of a line of `events.jsonl` that identifies the message (report) from which the line
+/// was written: the number of its sender, and its sequence number.
 #[derive(Deserialize)]
 struct LineOrigin {
     report: Option<ReportId>,
@@ -81,8 +81,8 @@ impl JournalSummary {
         self.newest.get(&CONTROLLER_REPORT_STREAM).copied().unwrap_or(0)
     }
 
-    /// Updates the summary of the journal with an event of a controller, which has the sequence
-    /// number `number`.
+    /// Adds an event that a controller has written to the journal, with the sequence number
+    /// `number`, to this summary of the journal.
     pub(crate) fn add_controller_event(&mut self, event: &Event, number: u64) {
         self.add_event(event, Some((CONTROLLER_REPORT_STREAM, number)));
     }
@@ -123,9 +123,9 @@ impl JournalSummary {
     }
 }
 
-/// Returns whether `event` announces a restart that did not happen, because the agents had stopped
-/// obeying the announcing controller. The agents know of `restarts` restarts. A controller informs
-/// the agents of each restart before it writes the event.
+/// Returns whether `event` announces a restart that did not happen, because the announcing
+/// controller had already lost control of the agents. The agents know of `restarts` restarts. A
+/// controller informs the agents of each restart before it writes the event.
 pub(crate) fn is_restart_that_never_began(event: &Event, restarts: u32) -> bool {
     matches!(event, Event::Restart { attempt, .. } if *attempt > restarts)
 }
@@ -161,8 +161,8 @@ pub(super) fn take_over_files(
     Ok((JournalFiles::open(run_dir, tensorboard)?, summary))
 }
 
-/// Calls `handle` with each complete line of the journal `path`, including the line break. A
-/// missing file has no lines.
+/// Calls the function `handle` with each complete line of the file at `path`, a run's journal of
+/// events, including the line break. A missing file has no lines.
 fn for_each_line(path: &Path, mut handle: impl FnMut(&str) -> io::Result<()>) -> io::Result<()> {
     let file = match open_own_file(path) {
         Ok(file) => file,

@@ -18,8 +18,8 @@ const MAX_HELD_REPORTS: usize = 16;
 pub(super) struct HeldReports(Vec<(StragglerReport, f64)>);
 
 impl HeldReports {
-    /// Delays a report about a slow rank from `time` on, unless too many reports are already
-    /// delayed. Returns false if too many reports are held.
+    /// Stores a report about a slow rank for later, together with `time`, the time in seconds since
+    /// 1970 at which its delay begins. Returns false if too many reports are held.
     pub(super) fn hold(&mut self, report: &StragglerReport, time: f64) -> bool {
         let has_space = self.0.len() < MAX_HELD_REPORTS;
         if has_space {
@@ -34,7 +34,8 @@ impl HeldReports {
         self.take_if(|report, since| report.host == host || time - since > MAX_HOLD_SECONDS)
     }
 
-    /// Removes and returns the delayed reports of the kind `kind` about the slow rank `rank`.
+    /// Removes the delayed reports of one kind of slowness about the rank `rank` from the waiting
+    /// reports, and returns them as events.
     pub(super) fn take_rank(&mut self, rank: Rank, kind: StragglerKind) -> Vec<Event> {
         self.take_if(|report, _| (report.rank, report.kind) == (rank, kind))
     }

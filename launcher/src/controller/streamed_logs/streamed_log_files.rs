@@ -23,7 +23,8 @@ pub(super) struct StreamedLogFiles {
     files: HashMap<Rank, StreamedLogFile>,
 }
 
-/// The file for the console output of one rank on another host.
+/// The state of the file for the console output of one rank on another host: open, or closed
+/// because no output of the rank is stored.
 #[derive(Debug)]
 enum StreamedLogFile {
     Open {
@@ -44,8 +45,8 @@ impl StreamedLogFiles {
         StreamedLogFiles { directory: logs, max_size, files: HashMap::new() }
     }
 
-    /// Closes all files of console output, because ranks may run on other hosts after the next
-    /// start of all workers.
+    /// Closes all files of console output at the end of an attempt (start of all workers), because
+    /// the next attempt may place ranks on other hosts.
     pub(super) fn close(&mut self) {
         self.files.clear();
     }

@@ -90,8 +90,9 @@ impl<'a> DeviceFiles<'a> {
         u32::from_str_radix(self.read_text(path)?.trim().strip_prefix("0x")?, 16).ok()
     }
 
-    /// Returns the last path component of a symbolic link's target, by which drivers name a device
-    /// or give its address. Drivers link a device to the directory that is named after its address.
+    /// Returns the last component of a symbolic link's target path, such as the address or the
+    /// driver's name of a device. Drivers link a device to the directory that is named after its
+    /// address.
     pub(super) fn read_link_name(&self, path: impl AsRef<Path>) -> Option<String> {
         let target = fs::read_link(self.root.join(path)).ok()?;
         target.file_name()?.to_str().map(str::to_owned)

@@ -9,7 +9,7 @@ const DRM_DIRECTORY: &str = "sys/class/drm";
 const INTEL_VENDOR_ID: u32 = 0x8086;
 /// The PCI class number of display controllers, without subclass and interface.
 const DISPLAY_PCI_CLASS: u32 = 0x03;
-/// The PCI address of the graphics unit that is integrated in an Intel CPU.
+/// The PCI address of the graphics unit inside an Intel CPU, which is not listed as an accelerator.
 const INTEGRATED_GPU_ADDRESS: &str = "0000:00:02.0";
 /// The largest number of tiles of an Intel GPU that are counted.
 const MAX_TILES: usize = 8;

@@ -1,5 +1,5 @@
-//! Lists the accelerators whose drivers create a numbered device node for each (Ascend NPUs, Gaudi
-//! HPUs and AWS NeuronCores).
+//! Lists Ascend NPUs, Gaudi HPUs and AWS NeuronCores, whose drivers name device nodes in /dev by
+//! numbers.
 use super::{device_files::DeviceFiles, discovered_accelerators::DiscoveredAccelerators};
 use jobspec::{AcceleratorKind, env};
 use protocol::hardware::Accelerator;
@@ -88,8 +88,8 @@ fn count_neuron_cores(
     Some((physical / combined.unwrap_or_else(default).max(1)).max(1))
 }
 
-/// Returns the numbers N of the device nodes `{prefix}N` in /dev that this process may open, and
-/// counts the nodes that it may not open.
+/// Returns the numbers N of the device nodes `{prefix}N` that this process may open, and adds the
+/// number of other such nodes to `found.denied`.
 fn list_permitted_nodes(
     tree: &DeviceFiles<'_>,
     directory: &str,

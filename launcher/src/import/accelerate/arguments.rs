@@ -206,8 +206,8 @@ pub(super) const ACCELERATE_OPTIONS: OptionTable = OptionTable {
     ],
 };
 
-/// The options of `accelerate launch` whose value Accelerate passes to Python's `bool`, which makes
-/// every non-empty text true.
+/// The options of `accelerate launch` that Accelerate converts to a boolean with Python's `bool`,
+/// so that every non-empty text counts as true.
 pub(super) const PYTHON_BOOL_OPTIONS: [&str; 8] = [
     "megatron_lm_use_custom_fsdp",
     "megatron_lm_no_load_optim",
@@ -254,9 +254,9 @@ pub(super) const CONFIG_SECTIONS: [(&str, &str); 5] = [
     ("fp8_config", "fp8_"),
 ];
 
-/// Returns the section of Accelerate's configuration, such as `fsdp_config`, to which the option
-/// `name` belongs, and the prefix of the section's options, such as `fsdp_`. Returns `None` for
-/// options of no section.
+/// Returns the section of Accelerate's configuration, such as `fsdp_config`, that an option of
+/// `accelerate launch` sets, and the option's prefix, such as `fsdp_`. Returns `None` for options
+/// of no section.
 pub(super) fn find_section(name: &str) -> Option<(&'static str, &'static str)> {
     if DEEPSPEED_SECTION_OPTIONS.contains(&name) {
         return Some(("deepspeed_config", ""));

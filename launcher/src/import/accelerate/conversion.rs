@@ -1,5 +1,5 @@
-//! [`AccelerateConversion`]: the steps that convert a command line of `accelerate launch` to a
-//! job.yaml.
+//! [`AccelerateConversion`]: converts the options and the program of an `accelerate launch` command
+//! line to keys of a job.yaml.
 use super::{
     TPU_KEYS,
     arguments::{ACCELERATE_OPTIONS, find_section},
@@ -53,8 +53,8 @@ const UNSET_SINGLE_PROCESS_VARIABLES: [&str; 19] = [
     env::TORCHELASTIC_USE_AGENT_STORE,
 ];
 
-/// The options, such as `--max_restarts`, that `accelerate launch` and launch both ignore for a
-/// single process, each with a note to the user.
+/// The options that have no effect if `accelerate launch` starts a single process, such as
+/// `--max_restarts`, each with a note for the user.
 const SINGLE_PROCESS_RULES: &[OptionRule] = &[
     ("tee", &["0"], NoEffect("Accelerate ignores it for a single process")),
     ("log_dir", &[], NoEffect("Accelerate ignores it for a single process")),
@@ -62,8 +62,8 @@ const SINGLE_PROCESS_RULES: &[OptionRule] = &[
     ("max_restarts", &["0"], NoEffect("Accelerate ignores it for a single process")),
 ];
 
-/// The kind of processes that a command line of `accelerate launch` starts, such as a single
-/// process, torchrun or DeepSpeed.
+/// What a command line of `accelerate launch` starts: the kind of job, such as a single process or
+/// DeepSpeed, and whether `--cpu` was given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LaunchKind {
     /// The kind of job; [`DistributedType::Single`] for a single process.
@@ -74,8 +74,8 @@ pub(super) struct LaunchKind {
     pub(super) parallelism: bool,
 }
 
-/// The number of worker processes that `accelerate launch` would start, and how they are spread
-/// over hosts.
+/// The numbers of worker processes that an `accelerate launch` command line requests in total and
+/// starts on each host, with mpirun's hostfile if there is one.
 #[derive(Debug)]
 pub(super) struct ProcessCount {
     /// The value of `num_processes`; 0 if there is none.
@@ -103,9 +103,9 @@ impl AccelerateConversion<'_> {
         self.kind.distributed == DistributedType::Single
     }
 
-    /// Moves options of `accelerate launch` from the parsed command line `given` into Accelerate's
-    /// configuration `merged`, where they replace the values of the file. Removes the sections that
-    /// do not apply to the job, and adds a note for each option of such a section.
+    /// Moves options from the command line of `accelerate launch` to Accelerate's configuration,
+    /// where each replaces the value from the file. Removes the sections that do not apply to the
+    /// job, and adds a note for each option of such a section.
     pub(super) fn merge_options(
         &self,
         draft: &mut JobDraft,
@@ -230,10 +230,11 @@ impl AccelerateConversion<'_> {
         })
     }
 
-    /// Removes the options for jobs on several machines, such as `--machine_rank`, from the command
-    /// line `given`, and returns the machines that the options describe. Returns `None` if neither
-    /// the command line nor the configuration states the number of machines. Fails if a value is
-    /// not valid, or if Accelerate would not start the processes of several machines.
+    /// Removes options such as `--machine_rank` from an `accelerate launch` command line, and
+    /// returns the number of machines, this machine's number and the first machine's address.
+    /// Returns `None` if neither the command line nor the configuration states the number of
+    /// machines. Fails if a value is not valid, or if Accelerate would not start the processes of
+    /// several machines.
     pub(super) fn take_node_options(
         &self,
         given: &mut CommandLine,
@@ -288,8 +289,8 @@ impl AccelerateConversion<'_> {
         Ok(Some(ImportedNodes { count, node_rank: Some(rank), rendezvous }))
     }
 
-    /// Sets the command, number, hosts and supervision of the workers in the new job.yaml `draft`,
-    /// from the command line of `accelerate launch`.
+    /// Sets the command, the number and the hosts of the workers in the new job.yaml, from the
+    /// command line of `accelerate launch`.
     pub(super) fn set_program(
         &self,
         draft: &mut JobDraft,
@@ -459,13 +460,14 @@ const SEPARATELY_CONVERTED_KEYS: [&str; 13] = [
     "use_cpu",
 ];
 
-/// Returns the entry of [`ACCELERATE_OPTIONS`] that equals `name`, in order to get an option name
-/// with the lifetime `'static`.
+/// Returns the option of [`ACCELERATE_OPTIONS`] with the name `name` as a static string, or an
+/// empty string if no option has this name.
 fn find_option_name(name: &str) -> &'static str {
     ACCELERATE_OPTIONS.values.iter().find(|known| **known == name).copied().unwrap_or_default()
 }
 
-/// Parses an integer in Accelerate's configuration, which may be written as a quoted text.
+/// Parses a value of Accelerate's configuration as an integer, whether or not the value is written
+/// in quotes.
 fn parse_quoted_integer(item: &DocumentItem) -> Option<i64> {
     item.text.trim().parse().ok()
 }

@@ -21,11 +21,12 @@ use crate::import::{
 use jobspec::{Document, DocumentValue, env};
 use std::path::{Path, PathBuf};
 
-/// The rule that rejects options of `accelerate launch` for TPUs, on which launch does not run.
+/// The error that `--tpu` and other options for TPUs cause in a command line of `accelerate
+/// launch`, because launch does not run on TPUs.
 const TPU_REJECTION: OptionRule =
     ("tpu", &[], Rejected("launch doesn't run on TPUs", "use `accelerate` itself"));
-/// The rule that rejects options of `accelerate launch` for SageMaker, to which launch does not
-/// submit jobs.
+/// The error that options for SageMaker cause in a command line of `accelerate launch`, because
+/// launch does not submit jobs to SageMaker.
 const SAGEMAKER_REJECTION: OptionEffect =
     Rejected("launch doesn't submit jobs to SageMaker", "use `accelerate` itself");
 
@@ -73,8 +74,9 @@ impl AccelerateCommand {
         Ok(AccelerateCommand { given: ACCELERATE_OPTIONS.parse(args).map_err(rejected)? })
     }
 
-    /// Returns the paths at which Accelerate looks for its configuration file, in the order of
-    /// their precedence, and whether the first file must exist. The first file that exists is read.
+    /// Lists the paths at which Accelerate looks for its configuration file, in the order of
+    /// precedence, and states whether the first file must exist. The first file that exists is
+    /// read.
     pub(crate) fn list_config_files(&self, variables: &DropInContext<'_>) -> (Vec<PathBuf>, bool) {
         if let Some(file) = self.given.last_value("config_file") {
             return (vec![PathBuf::from(file)], true);
@@ -193,8 +195,8 @@ fn select_launch_kind(
     Ok(LaunchKind { distributed, cpu, parallelism })
 }
 
-/// Returns the names of the DeepSpeed settings that Accelerate's configuration file sets, as the
-/// value of the environment variable `ACCELERATE_CONFIG_DS_FIELDS`.
+/// Returns the value of the variable `ACCELERATE_CONFIG_DS_FIELDS`: the names of the DeepSpeed
+/// settings in Accelerate's configuration file, with commas between them.
 fn list_deepspeed_fields(file: &MergedConfig, given: &CommandLine) -> String {
     let mut fields = file.section_names("deepspeed_config");
     let in_file = file.value_of_key("mixed_precision").is_some()

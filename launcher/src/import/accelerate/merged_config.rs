@@ -12,8 +12,8 @@ pub(super) struct MergedConfig {
 }
 
 impl MergedConfig {
-    /// Creates a configuration of Accelerate into which options of a command line can be merged: a
-    /// copy of `config`, or an empty one.
+    /// Creates a copy of a configuration of Accelerate, or an empty configuration, into which
+    /// options of the command line can then be merged.
     pub(super) fn new(config: Option<&Document>) -> Result<MergedConfig, ImportErrors> {
         let document = match config {
             Some(document) => document.clone(),
@@ -43,8 +43,8 @@ impl MergedConfig {
         (!matches!(item.value, DocumentValue::Null)).then_some(item)
     }
 
-    /// Returns the names of the keys in a section of Accelerate's configuration, which may be
-    /// absent.
+    /// Returns the names of the keys in a section of Accelerate's configuration, or an empty list
+    /// if the section is absent.
     pub(super) fn section_names(&self, section: &str) -> Vec<&str> {
         match self.value_of_key(section).map(|item| &item.value) {
             Some(DocumentValue::Map(entries)) => entries.iter().map(|(name, _)| name.as_str()).collect(),

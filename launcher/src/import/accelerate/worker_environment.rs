@@ -86,12 +86,12 @@ const PARALLELISM_RULES: &[EnvVariableRule] = &[
     EnvVariableRule("PARALLELISM_CONFIG_SP_BACKEND", "sp_backend", Some("deepspeed"), false),
 ];
 
-/// The rules that convert keys of Accelerate's section `parallelism_config` to environment
-/// variables which are only set if context parallelism is used.
+/// The rules that convert keys of Accelerate's section `parallelism_config` to variables of the
+/// workers if the job uses context parallelism.
 const CONTEXT_PARALLEL_RULES: &[EnvVariableRule] =
     &[EnvVariableRule("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "cp_comm_strategy", Some("allgather"), false)];
-/// The rules that convert keys of Accelerate's section `parallelism_config` to environment
-/// variables which are only set if sequence parallelism is used.
+/// The rules that convert keys of Accelerate's section `parallelism_config` to variables of the
+/// workers if the job uses sequence parallelism.
 const SEQUENCE_PARALLEL_RULES: &[EnvVariableRule] = &[
     EnvVariableRule("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "sp_seq_length", Some("None"), false),
     EnvVariableRule(
@@ -108,8 +108,9 @@ const SEQUENCE_PARALLEL_RULES: &[EnvVariableRule] = &[
     ),
 ];
 
-/// Keys of Accelerate's section `megatron_lm_config` with their default values, which become
-/// environment variables of the workers. Each becomes a variable with the prefix `MEGATRON_LM_`.
+/// The keys of Accelerate's section `megatron_lm_config` that always become environment variables
+/// of a Megatron-LM job's workers, each with its default value. Each becomes a variable with the
+/// prefix `MEGATRON_LM_`.
 const MEGATRON_KEYS_WITH_DEFAULTS: &[(&str, &str)] = &[
     ("tp_degree", "1"),
     ("use_custom_fsdp", "False"),
@@ -122,8 +123,8 @@ const MEGATRON_KEYS_WITH_DEFAULTS: &[(&str, &str)] = &[
     ("pp_degree", "1"),
     ("gradient_clipping", "1.0"),
 ];
-/// Keys of Accelerate's section `megatron_lm_config` without default values, which become
-/// environment variables of the workers only if they are given.
+/// The keys of Accelerate's section `megatron_lm_config` that become environment variables of a
+/// Megatron-LM job's workers only if the section contains them.
 const MEGATRON_KEYS_WITHOUT_DEFAULTS: &[&str] = &[
     "decoder_last_pipeline_num_layers",
     "num_micro_batches",
@@ -228,8 +229,9 @@ pub(super) fn set_worker_environment(
     named
 }
 
-/// Removes the section `section`, which does not apply to this kind of job, from Accelerate's
-/// configuration. If the section is not empty, adds a note with the reason `reason` for the user.
+/// Removes a section that the kind of job does not use from Accelerate's configuration, with a note
+/// for the user if the section is not empty. If the section is not empty, adds a note with the
+/// reason `reason` for the user.
 fn take_unused_section_with_note(
     draft: &mut JobDraft,
     keys: &mut RemainingKeys<'_>,
@@ -312,9 +314,9 @@ fn note_unknown_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, part: R
     }
 }
 
-/// Sets an environment variable of the workers for each rule in `table`, from the key that the rule
-/// names or from the rule's default. Each key is looked up with the prefix `prefix` first, and then
-/// without it.
+/// Sets one environment variable of the workers for each rule of `table`, to the value of the
+/// rule's key in the configuration or the rule's default. Each key is looked up with the prefix
+/// `prefix` first, and then without it.
 fn set_variables_by_rules(
     draft: &mut JobDraft,
     part: &mut RemainingKeys<'_>,
@@ -393,7 +395,8 @@ fn set_parallelism_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>)
     if part.remaining_names().is_empty() {
         return;
     }
-    /// The prefix that a key of the section `parallelism_config` may have in front of its name.
+    /// The prefix `parallelism_config_`, with or without which the names of keys in Accelerate's
+    /// section `parallelism_config` may be written.
     const VARIABLE_PREFIX: &str = "parallelism_config_";
     draft.set_env("parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG", "true");
     let above_one = |size: &str| {

@@ -65,8 +65,8 @@ const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
     ("node_rank", &["-1", "0"], NoEffect("launch assigns the ranks itself")),
 ];
 
-/// The options that `deepspeed` ignores in a job on one machine, such as `--ssh_port`; launch
-/// ignores them, too, and shows a note.
+/// The options that have no effect if `deepspeed` runs a job on one machine, such as `--ssh_port`,
+/// each with a note for the user.
 const LOCAL_JOB_RULES: &[OptionRule] = &[
     ("launcher", &["pdsh", "ssh"], NoEffect("the job runs on one machine")),
     ("ssh_port", &[], NoEffect("the job runs on one machine")),
@@ -182,8 +182,8 @@ fn read_integer_option(given: &CommandLine, name: &str) -> i64 {
     given.last_value(name).and_then(|text| text.trim().parse().ok()).unwrap_or(-1)
 }
 
-/// Selects the hosts, and the workers on each host, that a `deepspeed` command line requests by its
-/// hostfile, filters and counts.
+/// Determines the hosts of a `deepspeed` command line and the workers on each host, from the
+/// hostfile, the host filters and the requested counts.
 fn select_resources(
     given: &CommandLine,
     files: &DeepSpeedFiles,
@@ -270,8 +270,8 @@ fn parse_hostfile_slots(text: &str) -> Result<Vec<(String, HostSlots)>, Diagnost
     }
 }
 
-/// Returns how many workers DeepSpeed starts on this machine by default: one per GPU or, on CPUs,
-/// the value of `LOCAL_SIZE` or one per NUMA node.
+/// Returns how many workers DeepSpeed starts on this machine by default: one per GPU or, without
+/// GPUs, `LOCAL_SIZE` or one per NUMA node.
 fn count_local_slots(uses_gpus: bool, context: &DropInContext<'_>) -> u32 {
     let given = context
         .user_env_variable(env::LOCAL_SIZE)
@@ -283,8 +283,8 @@ fn count_local_slots(uses_gpus: bool, context: &DropInContext<'_>) -> u32 {
     }
 }
 
-/// Sets, in the new job.yaml `draft`, the command, number per host and CPU binding of the workers,
-/// from a `deepspeed` command line.
+/// Converts the program of a `deepspeed` command line, with the number and CPU binding of its
+/// workers per host, to keys of job.yaml.
 fn set_program(
     draft: &mut JobDraft,
     given: &mut CommandLine,
@@ -309,8 +309,8 @@ fn set_program(
     Ok(())
 }
 
-/// Sets, in the new job.yaml `draft`, the hosts of a multi-host job and the variables of its
-/// workers, from a `deepspeed` command line.
+/// Converts the hosts of a `deepspeed` command line for several hosts, and the environment
+/// variables of its workers, to keys of job.yaml.
 fn set_hosts(
     draft: &mut JobDraft,
     given: &mut CommandLine,

@@ -49,8 +49,8 @@ pub(super) fn convert_optimizer(draft: &mut JobDraft, keys: &mut RemainingKeys<'
     Some(rate)
 }
 
-/// Converts DeepSpeed's hyper-parameters of Adam, or of AdamW if `decoupled` is true, to keys of
-/// job.yaml. Returns the learning rate.
+/// Converts DeepSpeed's hyper-parameters of Adam or AdamW, such as the learning rate and the weight
+/// decay, to keys of job.yaml. Returns the learning rate.
 fn convert_adam(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, decoupled: bool) -> f64 {
     draft.set_imported_key("optimizer.type", "train.optimizer.name", "adamw");
     let rate = convert_numeric_param(draft, params, "lr", "train.optimizer.lr", DEFAULT_LEARNING_RATE);
@@ -262,9 +262,9 @@ fn round_to_12_digits(x: f64) -> f64 {
     format!("{x:.11e}").parse().unwrap_or(x)
 }
 
-/// Removes the key `name` from a section of DeepSpeed's configuration, and returns its integer
-/// value unless the value is `auto`. Returns `None` if the key is absent. If the value is `auto`,
-/// adds a note and returns `None`.
+/// Removes a key from a section of DeepSpeed's configuration and returns its integer value, or
+/// `None` if the value is `auto`. Returns `None` if the key is absent. If the value is `auto`, adds
+/// a note and returns `None`.
 fn take_integer_unless_auto(
     draft: &mut JobDraft,
     params: &mut RemainingKeys<'_>,

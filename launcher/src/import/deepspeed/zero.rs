@@ -61,8 +61,8 @@ fn convert_weight_gathering(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) 
 fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     /// The job.yaml key for the place to which optimizer states are offloaded.
     const OFFLOAD_KEY: &str = "train.zero.offload";
-    /// The advice which job.yaml key the user can set instead, if a DeepSpeed offload setting was
-    /// not converted.
+    /// The advice that the user gets about the key `train.zero.offload` of job.yaml if an offload
+    /// setting of DeepSpeed was not converted.
     const OFFLOAD_ADVICE: &str = "set `train.zero.offload: {optimizer: DIRECTORY}` for files, or `{optimizer: cpu}` \
                            with `cluster.devices: cuda` for host memory";
     for (name, optimizer) in [("offload_optimizer", true), ("offload_param", false)] {
@@ -111,8 +111,8 @@ fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Returns the explanation that launch does not offload `what` (optimizer states or parameters) to
-/// `device`, as DeepSpeed's configuration requests.
+/// Returns the explanation why a DeepSpeed setting that offloads optimizer states or parameters to
+/// the device `device` is not converted to job.yaml.
 fn build_offload_reason(what: &str, device: &str) -> String {
     format!("launch keeps {what} in the memory that it computes in (value: {})", device.escape_debug())
 }

@@ -101,9 +101,9 @@ pub(crate) fn convert_torchrun_command(
     }
 }
 
-/// Returns the nodes (hosts) that torchrun's options describe, and removes these options from the
-/// parsed command line `given`. Returns `None` if the command line does not state the number of
-/// nodes. Fails if a value is not valid.
+/// Removes `--nnodes` and `--node-rank` from a torchrun command line, and returns the number of
+/// nodes (hosts), this node's number and the rendezvous address. Returns `None` if the command line
+/// does not state the number of nodes. Fails if a value is not valid.
 fn take_node_options(given: &mut CommandLine) -> Result<Option<ImportedNodes>, Diagnostic> {
     let rank = given.take_last_value("node-rank");
     let Some(text) = given.take_last_value("nnodes") else {
@@ -163,8 +163,8 @@ fn take_node_options(given: &mut CommandLine) -> Result<Option<ImportedNodes>, D
     Ok(Some(ImportedNodes { count, node_rank, rendezvous }))
 }
 
-/// Removes `--nproc-per-node` from the parsed command line (`given`), and returns the number of
-/// workers that it requests.
+/// Removes `--nproc-per-node` from a parsed torchrun command line, and returns the number of
+/// workers per host, which is 1 without this option.
 fn take_worker_count(given: &mut CommandLine, context: &DropInContext<'_>) -> Result<i64, Diagnostic> {
     /// The name of torchrun's option for the number of workers per host, for use in error messages.
     const OPTION_NAME: &str = "--nproc-per-node";
@@ -196,8 +196,8 @@ fn take_worker_count(given: &mut CommandLine, context: &DropInContext<'_>) -> Re
     check_worker_count(PROGRAM_NAME, OPTION_NAME, workers).map(|()| workers)
 }
 
-/// Returns the command of a worker from torchrun's script and options, and removes these options
-/// from the parsed command line `given`.
+/// Returns the command of each worker, such as `python -u SCRIPT`, for a torchrun command line, and
+/// removes the options that determine this command.
 fn take_command(
     given: &mut CommandLine,
     context: &DropInContext<'_>,

@@ -61,8 +61,8 @@ impl AdmissionPolicy {
         AdmissionPolicy { allowed, uid: nix::unistd::geteuid().as_raw(), diagnostics }
     }
 
-    /// Returns whether the kernel can be asked, through sock_diag, which user owns the client's end
-    /// of a connection on this machine.
+    /// Returns whether this machine's kernel supports sock_diag requests, which find the user who
+    /// owns a connection from a process of this machine.
     pub(super) fn identifies_local_users(&self) -> bool {
         self.diagnostics.is_some()
     }

@@ -11,11 +11,11 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 
 /// The number that identifies the connection of a client of the rendezvous store.
 pub(super) type ClientId = u64;
-/// The fixed number of bytes that each value, queue item and awaited key adds to the size of the
-/// store, in addition to its content.
+/// The number of bytes that is added to the size of the rendezvous store for each value, queue item
+/// and awaited key, in addition to its text.
 const ENTRY_OVERHEAD_BYTES: usize = 128;
-/// The reply of the store to a CHECK request if all keys exist, and to a WAIT or BARRIER request
-/// when the wait ends.
+/// The reply of the rendezvous store to a client's CHECK request if all keys exist, and to a WAIT
+/// or BARRIER request when the client's wait ends.
 const READY_REPLY: u8 = 0;
 /// The reply of the store to a CHECK request if any of the keys does not exist.
 const NOT_READY_REPLY: u8 = 1;
@@ -59,8 +59,9 @@ impl RendezvousStore {
         self.bytes
     }
 
-    /// Executes a request of the client `client` of the store, and appends the replies to this and
-    /// other clients to `out`. After an error the caller must close the client's connection.
+    /// Executes a client's request to the rendezvous store, and appends the replies that the
+    /// request causes, to this client and others, to `out`. After an error the caller must close
+    /// the client's connection.
     pub(super) fn handle_request(
         &mut self,
         client: ClientId,
@@ -113,8 +114,8 @@ impl RendezvousStore {
         Ok(())
     }
 
-    /// Removes a client from the lists of waiting clients, because its wait for keys or at a
-    /// barrier was canceled or has ended. Does nothing if the client does not wait.
+    /// Removes a client of the rendezvous store from the clients that wait for keys or at a
+    /// barrier, after its wait was canceled or has ended. Does nothing if the client does not wait.
     pub(super) fn end_wait(&mut self, client: ClientId) {
         let (map, keys) = match self.waiting.remove(&client) {
             None => return,
@@ -144,7 +145,8 @@ impl RendezvousStore {
         self.values.get(key).cloned().unwrap_or_default()
     }
 
-    /// Returns the values of several keys of the store. Fails if the reply would be too long.
+    /// Returns the values of several keys of the rendezvous store for one reply, and fails if this
+    /// reply would be too long. Fails if the reply would be too long.
     fn get_values(&self, keys: &[StoreKey]) -> Result<Vec<StoreValue>, StoreClientError> {
         let length = |key: &StoreKey| 8 + self.values.get(key).map_or(0, Vec::len);
         check_reply_length(keys.iter().map(length).sum())?;
@@ -188,10 +190,10 @@ impl RendezvousStore {
         Ok(())
     }
 
-    /// Records for each client that waits for `key` that the key now exists, by decrementing the
-    /// client's number of missing keys. The caller must just have added the key's first value or
-    /// item, and must then wake clients whose number is 0. The cost per client does not depend on
-    /// the number of keys that the client waits for.
+    /// Decrements the number of missing keys of each store client that waits for `key`, because
+    /// this key now exists. The caller must just have added the key's first value or item, and must
+    /// then wake clients whose number is 0. The cost per client does not depend on the number of
+    /// keys that the client waits for.
     fn decrement_missing_keys_of_waits(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
             if let Some(ClientWait::Keys(_, missing)) = self.waiting.get_mut(client) {
@@ -200,9 +202,8 @@ impl RendezvousStore {
         }
     }
 
-    /// Records for each client that waits for `key` that the key no longer exists, by incrementing
-    /// the client's number of missing keys. The caller must just have removed the key's last value
-    /// or item.
+    /// Increments the number of missing keys of each store client that waits for `key`, because
+    /// this key no longer exists. The caller must just have removed the key's last value or item.
     fn increment_missing_keys_of_waits(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
             if let Some(ClientWait::Keys(_, missing)) = self.waiting.get_mut(client) {
@@ -211,8 +212,9 @@ impl RendezvousStore {
         }
     }
 
-    /// Adjusts the total size of the store when an entry of `before` bytes is replaced by one of
-    /// `after` bytes. Fails, without a change, if the result exceeds [`MAX_STORE_BYTES`].
+    /// Updates the total size of the rendezvous store, in bytes, for an entry whose size changes
+    /// from `before` to `after` bytes. Fails, without a change, if the result exceeds
+    /// [`MAX_STORE_BYTES`].
     fn update_total_bytes(&mut self, before: usize, after: usize) -> Result<(), StoreClientError> {
         let bytes = self.bytes - before + after;
         if bytes > MAX_STORE_BYTES {
@@ -348,8 +350,8 @@ impl RendezvousStore {
         }
     }
 
-    /// Ends the wait of a store client and adds the reply for the client to `out` if all keys that
-    /// it awaits exist. Returns whether the wait ended.
+    /// Ends a client's wait for keys of the rendezvous store if all of these keys exist now, and
+    /// appends the reply to `out`. Returns whether the wait ended.
     fn wake_if_ready(&mut self, client: ClientId, out: &mut ClientReplies) -> bool {
         let ready = matches!(self.waiting.get(&client), Some(ClientWait::Keys(_, 0)));
         if ready {
@@ -389,14 +391,14 @@ impl RendezvousStore {
     }
 }
 
-/// Returns how many bytes a key with its value, or an item of a queue, contributes to the size of
-/// the store, which [`MAX_STORE_BYTES`] limits.
+/// Returns the number of bytes by which a key with its value, or an item of a queue, increases the
+/// size of the rendezvous store.
 fn compute_entry_bytes(key: &[u8], value: &[u8]) -> usize {
     key.len() + value.len() + ENTRY_OVERHEAD_BYTES
 }
 
-/// Returns how many bytes a wait for `keys` contributes to the size of the store, which
-/// [`MAX_STORE_BYTES`] limits. The store holds each key twice: by client and by key.
+/// Returns the number of bytes by which a client that waits for the keys `keys` increases the size
+/// of the rendezvous store. The store holds each key twice: by client and by key.
 fn compute_wait_bytes(keys: &[StoreKey]) -> usize {
     keys.iter().map(|key| 2 * key.len() + ENTRY_OVERHEAD_BYTES).sum()
 }
@@ -406,8 +408,8 @@ fn queue_length_to_number(queue: &VecDeque<StoreValue>) -> i64 {
     queue.len() as i64
 }
 
-/// Returns an error if a reply of the store with `bytes` bytes exceeds [`MAX_MESSAGE_BYTES`], the
-/// size limit of messages.
+/// Fails if a reply of the rendezvous store with `bytes` bytes would be longer than
+/// [`MAX_MESSAGE_BYTES`].
 fn check_reply_length(bytes: usize) -> Result<(), StoreClientError> {
     match bytes > MAX_MESSAGE_BYTES {
         true => Err(StoreClientError::ReplyTooLong(bytes)),

@@ -36,13 +36,13 @@ use tokio::{
 /// The largest number of simultaneous connections to the rendezvous store. Further connections are
 /// closed with a warning. A rank has one or two connections.
 const MAX_CONNECTIONS: usize = 65_536;
-/// How many file descriptors the process that runs the rendezvous store needs in addition to one
-/// per client.
+/// The number of open files that the process with the rendezvous store needs for itself, in
+/// addition to one for each client.
 const OTHER_OPEN_FILES: u64 = 64;
 /// The largest number of bytes that the store reads at once from the socket of a client.
 const READ_CHUNK_BYTES: usize = 64 << 10;
-/// The number of bytes of unsent replies to a client from which on the server sends them before it
-/// executes further requests.
+/// The size in bytes of the unsent replies to a client at which the server sends them before it
+/// executes the client's next request.
 const REPLY_BATCH_BYTES: usize = 256 << 10;
 /// How long a client of the rendezvous store may take to send the handshake after it has connected.
 /// After this time, the server closes the connection.
@@ -110,8 +110,8 @@ impl StoreServer {
         self.port
     }
 
-    /// Fails if the rendezvous store cannot serve `clients` simultaneous clients, because of
-    /// [`MAX_CONNECTIONS`] or the hard limit of open files.
+    /// Fails if the rendezvous store cannot serve `clients` clients at once, because of
+    /// [`MAX_CONNECTIONS`] or because the process may open too few files.
     pub(crate) fn check_capacity(clients: u32) -> diagnostic::Result<()> {
         let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).map_err(|error| {
             let message = "cannot read the limit of open files for the rendezvous store";
@@ -120,8 +120,9 @@ impl StoreServer {
         check_open_file_limit(clients, hard)
     }
 
-    /// Raises the soft limit of open files to the hard limit, because each client of the store
-    /// needs an open file. Processes that are started afterwards inherit the limit.
+    /// Raises this process's soft limit of open files to the hard limit, because the rendezvous
+    /// store needs an open file per client. Processes that are started afterwards inherit the
+    /// limit.
     pub(crate) fn raise_open_file_limit() {
         if let Ok((_, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
             // If the limit stays low, late clients wait to be accepted, and the user is warned.
@@ -138,9 +139,9 @@ impl Drop for StoreServer {
     }
 }
 
-/// Fails if the rendezvous store cannot serve `clients` simultaneous clients when the process may
-/// have `open_files` open files. Counts one connection per client, although newer versions of torch
-/// open two if they can.
+/// Fails if the rendezvous store cannot serve `clients` clients at once in a process that may have
+/// at most `open_files` open files. Counts one connection per client, although newer versions of
+/// torch open two if they can.
 fn check_open_file_limit(clients: u32, open_files: u64) -> diagnostic::Result<()> {
     let error = |message: String| {
         Diagnostic::error(run::RENDEZVOUS_TOO_MANY_RANKS, message)
@@ -210,8 +211,8 @@ impl ServerState {
         _ = self.messages.try_send(format!("launch: rendezvous store: {text}"));
     }
 
-    /// Sends a warning about a client of the store to the user, unless a warning about its address
-    /// was sent shortly before.
+    /// Shows the user a warning about a client of the rendezvous store, but only one per interval
+    /// for each IP address.
     fn warn_about_peer(&self, peer: SocketAddr, text: &str) {
         tracing::debug!(target: "store", %peer, text, "warning");
         let omitted = self.warning_limit.borrow_mut().admit_warning(peer.ip(), Instant::now());

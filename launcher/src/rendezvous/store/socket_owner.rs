@@ -30,7 +30,7 @@ const ANSWER_BYTES: usize = 72;
 /// The byte offset of the user ID in the kernel's sock_diag answer about the owner of a socket. The
 /// inode follows.
 const UID_OFFSET: usize = 64;
-/// The longest answer of the kernel to a sock_diag request that is read, in bytes.
+/// The size in bytes of the buffer for the kernel's answer to a sock_diag request.
 const MAX_ANSWER_BYTES: usize = 8 << 10;
 /// How long this process waits for the kernel's answer to a sock_diag request, in seconds. The
 /// kernel normally answers at once.
@@ -84,8 +84,9 @@ impl SocketDiagnostics {
         Ok(SocketDiagnostics { socket, sequence: 0 })
     }
 
-    /// Asks the kernel who owns the TCP socket at `peer` that is connected to `local`. Returns
-    /// `None` if no such socket is on this machine.
+    /// Asks the kernel which user owns the TCP socket of this machine with the address `peer`,
+    /// whose other end has the address `local`. Returns `None` if no such socket is on this
+    /// machine.
     pub(crate) fn find_owner(
         &mut self,
         peer: SocketAddr,
@@ -109,7 +110,8 @@ impl SocketDiagnostics {
     }
 }
 
-/// Encodes the request to sock_diag for the TCP socket at `peer` that is connected to `local`.
+/// Encodes a sock_diag request to the kernel about the TCP socket with the address `peer`, whose
+/// other end has the address `local`.
 fn encode_request(sequence: u32, peer: SocketAddr, local: SocketAddr) -> Vec<u8> {
     let mut request = Vec::with_capacity(NETLINK_HEADER_BYTES + REQUEST_BYTES);
     request.extend(((NETLINK_HEADER_BYTES + REQUEST_BYTES) as u32).to_ne_bytes());
@@ -143,7 +145,8 @@ fn encode_address(ip: IpAddr) -> [u8; 16] {
     }
 }
 
-/// Parses the kernel's answer to the sock_diag request with the sequence number `sequence`.
+/// Parses the kernel's answer to a sock_diag request, and checks that the answer has the request's
+/// sequence number.
 pub(crate) fn parse_answer(bytes: &[u8], sequence: u32) -> Result<SocketAnswer, SocketAnswerError> {
     let word = |at: usize| {
         let word = bytes.get(at..at + 4).and_then(|word| word.first_chunk::<4>());

@@ -10,10 +10,10 @@ use std::collections::BTreeMap;
 /// of its untrusted input.
 const CLIENT_COUNT: u8 = 4;
 
-/// Simulates several clients that send untrusted requests to a new rendezvous store, in the order
-/// that `bytes` defines. Then disconnects all clients. Each turn is one byte that selects the
-/// client, one byte with a length, and that many bytes of requests. Returns the first error of a
-/// client.
+/// Lets several simulated clients send requests from the untrusted bytes `bytes` to a new
+/// rendezvous store, and then disconnects them. Then disconnects all clients. Each turn is one byte
+/// that selects the client, one byte with a length, and that many bytes of requests. Returns the
+/// first error of a client.
 pub(crate) fn serve_untrusted_clients(mut bytes: &[u8]) -> Result<(), StoreClientError> {
     let mut store = RendezvousStore::default();
     let mut clients: BTreeMap<ClientId, Vec<u8>> = BTreeMap::new();
@@ -34,8 +34,8 @@ pub(crate) fn serve_untrusted_clients(mut bytes: &[u8]) -> Result<(), StoreClien
     first_error
 }
 
-/// Executes the complete requests at the start of `input`, the bytes from one client, on the store
-/// and removes them from `input`. Encodes the replies and drops them. Fails if a request is not
+/// Executes all complete requests in the input of one simulated client on the rendezvous store, and
+/// removes them from the input. Encodes the replies and drops them. Fails if a request is not
 /// valid. Panics if the parser asks for no more bytes than `input` has, because a connection would
 /// then loop forever.
 fn handle_requests(

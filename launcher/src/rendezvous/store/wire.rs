@@ -74,8 +74,8 @@ pub(super) enum RequestParseOutcome {
     Malformed(StoreClientError),
 }
 
-/// Parses the first request of a store client in `bytes`, the input that has arrived on its
-/// connection. Bytes after the request are ignored.
+/// Parses the request at the start of `bytes`, the data that one client of the rendezvous store has
+/// sent. Bytes after the request are ignored.
 pub(super) fn parse_request(bytes: &[u8]) -> RequestParseOutcome {
     // A long request that arrives in pieces is parsed often. So nothing is copied before the
     // request is complete.
@@ -91,8 +91,8 @@ pub(super) fn parse_request(bytes: &[u8]) -> RequestParseOutcome {
     }
 }
 
-/// The reason why a request to the rendezvous store could not be parsed to its end: too few bytes
-/// have arrived, or the request is invalid.
+/// Why the parser of a request to the rendezvous store stopped early: the request's end has not
+/// arrived yet, or the request is invalid.
 enum RequestParseStop {
     /// The request continues after the present bytes. It has at least this many bytes, including
     /// the present ones.
@@ -167,8 +167,9 @@ impl RequestParser<'_> {
         Ok(i64::from_le_bytes(self.read_array()?))
     }
 
-    /// Parses an unsigned 64-bit length in a request to the store and compares the length with
-    /// `limit`. Fails if the length is above `limit`. `field` names the length in the error.
+    /// Parses a length, an unsigned 64-bit integer of at most `limit`, in a request to the
+    /// rendezvous store. Fails if the length is above `limit`. `field` names the length in the
+    /// error.
     fn read_length(&mut self, field: RequestLengthField, limit: u64) -> Result<usize, RequestParseStop> {
         let length = u64::from_le_bytes(self.read_array()?);
         if length > limit {
@@ -203,8 +204,8 @@ impl RequestParser<'_> {
         Ok(if copies { bytes.to_vec() } else { Vec::new() })
     }
 
-    /// Parses a list of keys in a request to the store. Fails if the list has more than
-    /// [`MAX_KEYS_PER_REQUEST`] keys.
+    /// Parses a list of keys in a request to the rendezvous store: the number of keys, and then
+    /// each key. Fails if the list has more than [`MAX_KEYS_PER_REQUEST`] keys.
     fn read_keys(&mut self) -> Result<Vec<StoreKey>, RequestParseStop> {
         self.read_list(8, Self::read_key)
     }

@@ -16,8 +16,8 @@ const NAME_COLUMNS: usize = 14;
 /// The width of a host's usage of CPU, memory and GPUs in `launch top`, in columns.
 const USAGE_COLUMNS: usize = 46;
 
-/// Formats the hosts around the selected rank, each with its ranks and usage, as at most `height`
-/// lines of `width` columns.
+/// Formats one line of `launch top` for each of at most `height` hosts around the selected rank's
+/// host, with the host's ranks and usage.
 pub(super) fn format_hosts(run: &RunSnapshot, selected: u32, height: u16, width: u16) -> Vec<Line<'static>> {
     let has_selected = |host: &SnapshotHost| {
         (host.first_rank..host.first_rank.saturating_add(host.workers)).contains(&selected)
@@ -30,8 +30,8 @@ pub(super) fn format_hosts(run: &RunSnapshot, selected: u32, height: u16, width:
     hosts.map(|host| format_host(run, host, selected, cells)).collect()
 }
 
-/// Formats a host as one line of `launch top`, with its name, its usage and the states of at most
-/// `cells` of its ranks.
+/// Formats a host as one line of `launch top`: its name, the states of at most `cells` of its
+/// ranks, and its usage.
 fn format_host(run: &RunSnapshot, host: &SnapshotHost, selected: u32, cells: usize) -> Line<'static> {
     let name: String = filter_line(&host.host).chars().take(NAME_COLUMNS - 1).collect();
     let mut spans = vec![Span::raw(format!("{name:NAME_COLUMNS$}"))];

@@ -16,12 +16,13 @@ use std::{
 
 /// The time after which `launch top` reads the state of the run again.
 const REFRESH_INTERVAL: Duration = Duration::from_millis(500);
-/// The longest time for which `launch top` waits for a key before it checks for a signal.
+/// How long `launch top` waits for a key at a time, after which it checks whether a signal has
+/// requested its end.
 const KEY_WAIT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The number of seconds after a signal such as SIGTERM at which an alarm of the kernel ends
-/// `launch top` if it still runs. The library that reads the keys does not return if the terminal
-/// is closed while it reads.
+/// The number of seconds after a signal such as SIGTERM at which the kernel kills `launch top` by
+/// an alarm if it has not ended before. The library that reads the keys does not return if the
+/// terminal is closed while it reads.
 const SIGNAL_EXIT_TIMEOUT_S: u32 = 2;
 
 /// Whether a signal that ends `launch top` has arrived.

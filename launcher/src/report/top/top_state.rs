@@ -32,8 +32,8 @@ pub(super) enum KeyAction {
 }
 
 impl TopState {
-    /// Applies a pressed key to the view, for example selects another rank, and returns the action
-    /// that remains for the event loop.
+    /// Changes the view for a pressed key, for example selects another rank, and returns what the
+    /// caller must do, such as redraw or quit.
     pub(super) fn handle_key(&mut self, key: KeyEvent) -> KeyAction {
         if key.kind == KeyEventKind::Release {
             return KeyAction::Redraw;
@@ -81,8 +81,8 @@ impl TopState {
         self.selected = rank;
     }
 
-    /// Selects a rank on the host `by` lines below the host of the selected rank, or above it if
-    /// `by` is negative.
+    /// Selects a rank on another host, which is listed `by` lines below the host of the selected
+    /// rank, or above it for a negative `by`.
     fn select_neighbouring_host(&mut self, by: isize) {
         let Some(run) = &self.run else { return };
         let has_rank =

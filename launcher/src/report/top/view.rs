@@ -19,8 +19,8 @@ use ratatui::{
 };
 use serde_json::Value;
 
-/// The smallest terminal width, in columns, at which `launch top` shows the loss curve, and the
-/// events next to the log.
+/// The terminal width, in columns, from which on `launch top` also shows the loss curve and places
+/// the events next to the log.
 const MIN_WIDE_COLUMNS: u16 = 120;
 /// The largest number of lines that `launch top` uses for hosts, without the border.
 const MAX_HOST_LINES: u16 = 20;
@@ -142,7 +142,8 @@ fn build_border(title: String) -> Block<'static> {
     Block::new().borders(Borders::ALL).title(title)
 }
 
-/// Formats an event of the journal as one line. Events of other versions are shown as JSON.
+/// Formats an event of the run's journal as one line of text, or as JSON if this version of launch
+/// does not know the event. Events of other versions are shown as JSON.
 fn format_event_line(event: &Value) -> String {
     let text = match Event::from_json(&event.to_string()) {
         Ok(event) => format_event(&event),

@@ -11,8 +11,8 @@ use std::collections::{HashMap, HashSet};
 
 /// Limit on the number of JSON values in a model's config.
 pub(crate) const CONFIG_VALUES_MAX: usize = 1 << 18;
-/// Maximum number of JSON values in a part of the training state that has entries for all weights,
-/// such as the optimizer's parameter groups.
+/// Maximum number of JSON values in a checkpoint's list of parameter groups, or in another field of
+/// the manifest that has entries for all weights.
 const STATE_JSON_VALUES_MAX: usize = 2 * TENSORS_MAX;
 /// Limit on the number of text files that are stored with a checkpoint.
 const TEXT_FILES_MAX: usize = 64;
@@ -109,8 +109,8 @@ pub struct TextFile {
     pub text: String,
 }
 
-/// The facts about a training run that its checkpoint records in the manifest, such as the step,
-/// the model and the optimizer settings. The caller of a save provides these facts.
+/// What the manifest of a checkpoint records about the training run that saved it, such as the
+/// step, the model and the optimizer settings. The caller of a save provides these facts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunFacts {
@@ -148,8 +148,8 @@ pub struct RunFacts {
     pub job: Value,
 }
 
-/// The JSON key under which a checkpoint stores, for each weight, the number of optimizer steps in
-/// which the weight was not updated.
+/// The key in the JSON object `cursor` of a checkpoint's manifest under which each weight's number
+/// of optimizer steps without an update is stored.
 pub(crate) const STEP_LAG_KEY: &str = "late";
 
 /// Fails if a tensor in `tensors` has an invalid or repeated name, or a shape with too many
@@ -196,10 +196,11 @@ impl ModelSpec {
         }
     }
 
-    /// Finds the first weight that only one of the two models has, or whose shape differs between
-    /// this model and `other`. Returns the name of this weight and two texts, first for this model,
-    /// then for `other`. Each text gives the name and shape there, or states that the weight is
-    /// missing. Returns `None` if both have the same weights, in any order.
+    /// Finds the first weight whose presence or shape differs between this model and the list
+    /// `other`, which describes the weights of a second model. Returns the name of this weight and
+    /// two texts, first for this model, then for `other`. Each text gives the name and shape there,
+    /// or states that the weight is missing. Returns `None` if both have the same weights, in any
+    /// order.
     pub(crate) fn find_first_difference(&self, other: &[WeightShape]) -> Option<(String, String, String)> {
         /// Returns a map from the name of each tensor to the tensor.
         fn index_by_name(tensors: &[WeightShape]) -> HashMap<&str, &WeightShape> {
@@ -223,8 +224,8 @@ impl RunFacts {
         self.step.saturating_sub(self.cursor[STEP_LAG_KEY][weight].as_u64().unwrap_or(0))
     }
 
-    /// Fails if a checkpoint with this description could not be read or exported: if the model is
-    /// inconsistent, the world size is 0, or the name of a tokenizer file is unsafe or repeated.
+    /// Fails if the model's description contradicts itself, the number of ranks is 0, or the file
+    /// name of a tokenizer file is unsafe or repeated.
     pub(crate) fn check(&self) -> std::result::Result<(), ManifestError> {
         self.model.check()?;
         if self.world == 0 {
@@ -240,9 +241,9 @@ impl RunFacts {
     }
 }
 
-/// Fails if the weights of the stored model `stored` differ from those of the model `wanted` in
-/// name or shape. The error names the first tensor that differs, and the checkpoint at `path` that
-/// stores the model.
+/// Fails if a weight's name or shape differs between the model `stored` in a checkpoint and the
+/// list `wanted` of weights that the job expects. The error names the first tensor that differs,
+/// and the checkpoint at `path` that stores the model.
 pub(crate) fn require_same_model(
     path: &std::path::Path,
     stored: &ModelSpec,

@@ -6,8 +6,9 @@ use crate::codec::pickle::PythonObject;
 use crate::tensor::Dtype;
 use std::collections::BTreeMap;
 
-/// The format-specific training state, not contained in [`crate::TrainingState`], that a conversion
-/// copies unchanged. Fields that the format of the checkpoint lacks are empty.
+/// The parts of a training state that launch's common types do not represent, such as the state of
+/// DeepSpeed's engine, which a conversion copies unchanged. Fields that the format of the
+/// checkpoint lacks are empty.
 #[derive(Clone, Debug, Default)]
 pub struct PassthroughState {
     /// The parameter groups in the order of the optimizer, including values that JSON cannot
@@ -79,7 +80,7 @@ impl ParamGroup {
     }
 
     /// Converts the hyper-parameters of a parameter group from JSON to the Python objects that
-    /// torch stores, and leaves out the name of the group.
+    /// torch stores in a parameter group, without the key `name`.
     fn options_from_json(hyper: &serde_json::Map<String, serde_json::Value>) -> Vec<(String, PythonObject)> {
         // only groups of native checkpoints have a name
         let options = hyper.iter().filter(|(key, _)| *key != "name");

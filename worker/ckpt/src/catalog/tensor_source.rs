@@ -23,8 +23,9 @@ pub struct F32ReadRequest<'a> {
     pub out: &'a mut [f32],
 }
 
-/// Creates requests to read the tensor elements that `spans` lists into `buffer`, one range after
-/// another, and resizes `buffer` to their number. A span without a tensor is filled with zeros.
+/// Creates requests that read the listed ranges of tensor elements into `buffer`, one range after
+/// another, and gives `buffer` the total length of these ranges. A span without a tensor is filled
+/// with zeros.
 pub(crate) fn build_f32_read_requests<'a>(
     spans: impl Iterator<Item = (Option<&'a TensorInfo>, Range<u64>)> + Clone,
     buffer: &'a mut Vec<f32>,
@@ -73,9 +74,9 @@ pub trait TensorSource: Sync {
         Ok(())
     }
 
-    /// Reads elements of a tensor, starting with `start_element`, into `out`, as the little-endian
-    /// bytes in which the checkpoint stores them. The length of `out` determines the number of
-    /// elements. Supports any dtype.
+    /// Fills `out` with the stored, little-endian bytes of a tensor's elements, beginning with the
+    /// element at index `start_element`, without converting the dtype. The length of `out`
+    /// determines the number of elements. Supports any dtype.
     ///
     /// # Errors
     /// Fails with [`UnsupportedFeature::NotFloat`] if the format has only tensors that are read as
@@ -86,9 +87,10 @@ pub trait TensorSource: Sync {
         Err(CkptError::unsupported(self.path(), UnsupportedFeature::NotFloat { tensor }))
     }
 
-    /// Returns the index of the first element of the tensor `info`, at or after index `start`, that
-    /// is stored outside of holes of a sparse file. Elements in a hole are zero and need not be
-    /// read. Returns the number of elements if all are in holes. By default returns `start`.
+    /// Returns the index of the first element, at or after `start`, that the checkpoint does not
+    /// store in a hole of a sparse file, so that readers can skip zeros. Elements in a hole are
+    /// zero and need not be read. Returns the number of elements if all are in holes. By default
+    /// returns `start`.
     fn skip_file_holes(&self, info: &TensorInfo, start: u64) -> Result<u64> {
         let _ = info;
         Ok(start)
@@ -113,7 +115,8 @@ pub trait TensorSource: Sync {
     /// parameter groups, scheduler and so on.
     fn training_state(&self) -> TrainingState;
 
-    /// Returns true for a checkpoint that has weights and no part of a training state.
+    /// Returns true if the checkpoint contains weights, but no optimizer states and no other state
+    /// of a training run.
     fn has_only_weights(&self) -> bool {
         false
     }

@@ -51,8 +51,8 @@ pub struct TrainingState {
     pub buffers: Vec<String>,
 }
 
-/// The state of the dynamic loss scale of FP16 training: the scale, and the number of steps since
-/// it last changed.
+/// The state of the dynamic loss scale of FP16 training: the factor for the loss, and the number of
+/// optimizer steps since this factor last changed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LossScale {
     /// The factor by which the loss is multiplied.
@@ -62,10 +62,10 @@ pub struct LossScale {
 }
 
 impl TrainingState {
-    /// Returns a warning if a weight is recorded to have more optimizer updates than the run has
-    /// steps. Such a state was mixed from the files of two checkpoints. Returns `None` if every
-    /// weight has exactly one update more than the run, since DeepSpeed can initialize optimizer
-    /// states by a first update.
+    /// Returns a warning for the user if the checkpoint states that a weight received more
+    /// optimizer updates than the run had steps. Such a state was mixed from the files of two
+    /// checkpoints. Returns `None` if every weight has exactly one update more than the run, since
+    /// DeepSpeed can initialize optimizer states by a first update.
     pub(crate) fn impossible_update_count_warning(&self) -> Option<String> {
         let run = self.step?;
         if self.steps.values().all(|updates| Some(*updates) == run.checked_add(1)) {
@@ -80,8 +80,9 @@ impl TrainingState {
         Some(format!("{name} has {updates} updates{others}, but the run is at step {run}"))
     }
 
-    /// Parses the state of the dynamic loss scale from `loss_scaler`, the JSON form of the loss
-    /// scaler of any supported program. Returns `None` if there is no loss scale or a constant one.
+    /// Extracts the scale and the step count of dynamic loss scaling from the JSON in
+    /// `loss_scaler`, which DeepSpeed, torch or launch has written. Returns `None` if there is no
+    /// loss scale or a constant one.
     pub fn parse_loss_scale(&self) -> Option<LossScale> {
         let number = |key: &str| self.loss_scaler.get(key).and_then(Value::as_f64);
         let count = |key: &str| number(key).filter(|n| (0.0..9e15).contains(n)).map(|n| n as u64);

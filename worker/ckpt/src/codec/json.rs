@@ -29,8 +29,8 @@ pub(crate) fn read_json_if_exists<T: DeserializeOwned>(
     }
 }
 
-/// Deserializes the text of a JSON object to the struct `T`. Rejects arrays, which serde accepts in
-/// place of a struct.
+/// Deserializes a struct of type `T` from the text of a JSON object. Rejects arrays, which serde
+/// accepts in place of a struct.
 pub(crate) fn parse_object<T: DeserializeOwned>(text: &[u8]) -> serde_json::Result<T> {
     match text.iter().find(|byte| !byte.is_ascii_whitespace()) {
         None | Some(b'{') => serde_json::from_slice(text),
@@ -38,7 +38,8 @@ pub(crate) fn parse_object<T: DeserializeOwned>(text: &[u8]) -> serde_json::Resu
     }
 }
 
-/// A JSON value that serde rejects if the value consists of more than `N` nested values.
+/// A JSON value whose deserialization fails if it contains more than `N` values, counting all
+/// nested ones.
 pub(crate) struct LimitedValue<const N: usize>(pub(crate) Value);
 
 impl<'de, const N: usize> Deserialize<'de> for LimitedValue<N> {
@@ -105,7 +106,7 @@ pub(crate) fn deserialize_map<'de, D: Deserializer<'de>, T: Deserialize<'de>, co
     d.deserialize_map(MapVisitor::<T, N>(PhantomData))
 }
 
-/// A serde visitor that collects at most `N` items of a list, and otherwise fails.
+/// A serde visitor that deserializes a list, and fails if it has more than `N` items.
 struct ListVisitor<T, const N: usize>(PhantomData<T>);
 
 impl<'de, T: Deserialize<'de>, const N: usize> Visitor<'de> for ListVisitor<T, N> {
@@ -127,8 +128,8 @@ impl<'de, T: Deserialize<'de>, const N: usize> Visitor<'de> for ListVisitor<T, N
     }
 }
 
-/// A serde visitor that collects at most `N` entries of an object, and otherwise fails. Of equal
-/// keys, the last one wins.
+/// A serde visitor that deserializes a JSON object to a map, and fails if the object has more than
+/// `N` entries. Of equal keys, the last one wins.
 struct MapVisitor<T, const N: usize>(PhantomData<T>);
 
 impl<'de, T: Deserialize<'de>, const N: usize> Visitor<'de> for MapVisitor<T, N> {
@@ -150,7 +151,8 @@ impl<'de, T: Deserialize<'de>, const N: usize> Visitor<'de> for MapVisitor<T, N>
     }
 }
 
-/// Deserializes a JSON value, and fails if it contains more than a given number of values.
+/// A serde seed that deserializes one JSON value, and fails as soon as more nested values than the
+/// limit were read.
 #[derive(Clone, Copy)]
 struct ValueSeed<'a> {
     /// Number of values that may still be deserialized.

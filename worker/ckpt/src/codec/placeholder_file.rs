@@ -2,9 +2,9 @@
 //! of the real files.
 use crate::error::PlaceholderFile;
 
-/// Determines from the first bytes of a file of `size` bytes whether a failed download or checkout
-/// left it as a placeholder. `read_at(offset, buffer)` must fill the buffer with the bytes at the
-/// offset. Returns `None` for other files, and if the bytes cannot be read.
+/// Returns which kind of placeholder, such as a Git LFS pointer, a file of `size` bytes is
+/// according to its first bytes. `read_at(offset, buffer)` must fill the buffer with the bytes at
+/// the offset. Returns `None` for other files, and if the bytes cannot be read.
 pub(crate) fn detect_placeholder_file(
     size: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,

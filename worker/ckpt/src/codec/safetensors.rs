@@ -125,9 +125,9 @@ impl<'de> Deserialize<'de> for RawDtype {
 }
 
 impl RawHeader {
-    /// Checks that the header describes exactly the bytes of the file, and converts it to the
-    /// checked form. `data` is the offset of the first byte after the header, and `size` the file's
-    /// size in bytes.
+    /// Checks that the byte ranges of the tensors in the header fit their shapes and cover the data
+    /// of the file, and returns the checked header. `data` is the offset of the first byte after
+    /// the header, and `size` the file's size in bytes.
     fn validate(self, data: u64, size: u64) -> Result<SafetensorsHeader> {
         let mut entries = Vec::with_capacity(self.entries.len());
         for (name, raw) in self.entries {
@@ -214,8 +214,8 @@ impl<'de> Deserialize<'de> for RawHeader {
     }
 }
 
-/// Deserializes the entry `__metadata__` of a safetensors header, which may have at most
-/// [`METADATA_ENTRIES_MAX`] entries.
+/// A serde seed that deserializes the entry `__metadata__` of a safetensors header, and accepts at
+/// most [`METADATA_ENTRIES_MAX`] entries.
 struct MetadataSeed;
 
 impl<'de> de::DeserializeSeed<'de> for MetadataSeed {
@@ -285,9 +285,8 @@ pub(crate) fn encode_shard_header(rank: u32, world: u32, pieces: &[PlannedTensor
     encode_header(&metadata, pieces)
 }
 
-/// Formats the name `role/name@start` of a piece of a tensor in one rank's safetensors file, in
-/// checkpoints of launch's own format. `start` is the index of the piece's first element in the
-/// tensor.
+/// Formats the name `role/name@start` under which one rank's safetensors file stores consecutive
+/// elements of a tensor. `start` is the index of the piece's first element in the tensor.
 pub(crate) fn format_piece_key(role: TensorRole, name: &str, start: u64) -> String {
     format!("{role}/{name}@{start}")
 }

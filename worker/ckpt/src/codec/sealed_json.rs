@@ -28,13 +28,14 @@ impl JsonSeal {
     /// The place of the hash in an indented JSON text, in which `"blake3"` is the first key.
     pub(crate) const INDENTED: JsonSeal = JsonSeal { start: "{\n  \"blake3\": \"" };
 
-    /// Returns the zeros that stand in the place of the hash in a JSON text while the hash of the
-    /// text is computed.
+    /// Returns the string of zeros that a JSON text must have in place of its hash while the hash
+    /// of the text is computed.
     pub(crate) fn empty_hash() -> String {
         "0".repeat(HASH_DIGITS)
     }
 
-    /// Returns the byte range of the hash's digits in the JSON text.
+    /// Returns the byte range, within a JSON text, of the hexadecimal digits of the BLAKE3 hash
+    /// that the text contains about itself.
     fn digit_range(&self) -> Range<usize> {
         self.start.len()..self.start.len() + HASH_DIGITS
     }

@@ -38,7 +38,8 @@ pub(crate) const TENSOR_GLOBALS: &[&str] = &[
     "torch.ShortStorage",
     "torch.storage.UntypedStorage",
 ];
-/// The dtypes that a pickle may name, such as `torch.float32`.
+/// Names of the torch dtypes to which the pickle of a torch file may refer, such as
+/// `torch.float32`.
 pub(crate) const DTYPE_GLOBALS: &[&str] = &[
     "torch.bfloat16",
     "torch.bool",
@@ -84,8 +85,9 @@ pub(crate) const PLAIN_GLOBALS: &[&str] = &[
 ];
 /// Size in bytes up to which a torch file is read into memory as a whole.
 const SMALL_FILE_BYTES: u64 = 64 << 10;
-/// Maximum number of elements of a tensor that torch has expanded, so that it has more elements
-/// than its storage. Programs save small buffers in this way, such as an expanded mask.
+/// Maximum number of elements of a tensor that has more elements than its storage, because torch
+/// repeats the stored elements (`Tensor.expand`). Programs save small buffers in this way, such as
+/// an expanded mask.
 const EXPANDED_ELEMENTS_MAX: u64 = 1 << 20;
 
 /// The parsed contents of a torch file: the pickled values, and the byte range of each tensor
@@ -213,8 +215,9 @@ impl TorchFile {
         Ok(TorchFile::from_parts(size, root, members, tree))
     }
 
-    /// Creates a [`TorchFile`] from the members of its zip container and its parsed pickle. The
-    /// members in the container's directory `data` are the storages.
+    /// Creates a [`TorchFile`] from the list of members of a zip container and the parsed pickle in
+    /// it, without reading tensor data. The members in the container's directory `data` are the
+    /// storages.
     fn from_parts(size: u64, root: String, members: Vec<ZipMember>, tree: PickleTree) -> TorchFile {
         let keys = if root.is_empty() { "data/".to_owned() } else { format!("{root}/data/") };
         let key = |(i, m): (usize, &ZipMember)| Some((m.name.strip_prefix(&keys)?.to_owned(), i));
@@ -345,8 +348,8 @@ impl TorchFile {
     }
 }
 
-/// Torch's class of storages whose description states no dtype. The description of a tensor then
-/// states it.
+/// Name of torch's class for tensor storages whose own pickled description states no dtype. The
+/// description of a tensor then states it.
 const UNTYPED_STORAGE_CLASS: &str = "torch.storage.UntypedStorage";
 
 /// Copies `out.len()` bytes of `content`, starting at offset `at`, to `out`. Fails if `content` is

@@ -29,10 +29,10 @@ pub(super) struct LegacyFile {
 /// The result of reading a torch file in the legacy format.
 type Result<T> = std::result::Result<T, TorchFileError>;
 
-/// Parses the pickles of a torch file of `size` bytes in the legacy format, and locates its tensor
-/// storages. `read_at(offset, buffer)` must fill the buffer with the bytes at the offset. `globals`
-/// lists the classes and functions that the pickles may name. `width(class)` must return the bytes
-/// per element of a storage class, or `None` for an unknown class.
+/// Parses the pickles of a torch file in the legacy format, and determines the byte range of each
+/// tensor storage in the file. `read_at(offset, buffer)` must fill the buffer with the bytes at the
+/// offset. `globals` lists the classes and functions that the pickles may name. `width(class)` must
+/// return the bytes per element of a storage class, or `None` for an unknown class.
 pub(super) fn parse_legacy_file(
     size: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,

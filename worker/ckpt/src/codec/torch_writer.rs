@@ -23,8 +23,8 @@ const MEMBER_FLAGS: u16 = 0x0808;
 /// files faster.
 const DIRECT_IO_BYTES_MIN: u64 = 1 << 20;
 
-/// What the central directory of the zip container must list about a completed member: name,
-/// CRC-32, size and offset.
+/// Name, size, CRC-32 and header offset of a zip member that is completely written, for its entry
+/// in the zip container's central directory.
 struct WrittenZipMember {
     name: String,
     /// Offset of the local header in the file.
@@ -101,9 +101,9 @@ impl TorchWriter {
         self.end_member()
     }
 
-    /// Begins the zip member `data/N` for the data of tensor storage number N, which is the next
-    /// one that has not been written. The caller must write the storages in the order of their
-    /// indices, and end each member before the next one begins.
+    /// Begins the zip member `data/N` for the elements of the next tensor storage, where N counts
+    /// the storages from 0. The caller must write the storages in the order of their indices, and
+    /// end each member before the next one begins.
     pub(crate) fn begin_storage(&mut self) -> Result<()> {
         let name = format!("data/{}", self.storages);
         self.storages += 1;
@@ -230,9 +230,9 @@ fn append_directory_entry(out: &mut Vec<u8>, m: &WrittenZipMember) {
     out.extend(extra);
 }
 
-/// Encodes the records at the end of a zip container, which locate the central directory. The
-/// directory has `length` bytes at offset `start` and `count` entries. Includes zip64 records only
-/// if `start` or `count` needs them.
+/// Returns the bytes at the end of a zip container, the end records, from which a reader learns
+/// where the central directory is. The directory has `length` bytes at offset `start` and `count`
+/// entries. Includes zip64 records only if `start` or `count` needs them.
 pub(crate) fn encode_end_records(start: u64, length: u64, count: u64) -> Vec<u8> {
     let mut out = Vec::new();
     if start >= ZIP64_MIN || count >= u64::from(u16::MAX) {

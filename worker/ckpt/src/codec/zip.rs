@@ -94,7 +94,8 @@ pub(crate) fn read_members(
     Ok(members)
 }
 
-/// Reads a little-endian u16 from `bytes` at offset `at`, or returns 0 if `bytes` is too short.
+/// Reads a little-endian u16 from `bytes` at offset `at`, or returns 0 if `bytes` ends before the
+/// number does.
 fn read_u16_zero_padded(bytes: &[u8], at: usize) -> u64 {
     bytes.get(at..at + 2).map_or(0, |b| u64::from(u16::from_le_bytes([b[0], b[1]])))
 }

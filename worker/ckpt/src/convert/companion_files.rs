@@ -1,6 +1,6 @@
-//! Links the source checkpoint's scheduler states, RNG states and similar files into a converted
-//! checkpoint, because programs need them to resume. The program that wrote the source checkpoint
-//! needs these files to resume from the converted one.
+//! Adds the source checkpoint's files with scheduler states, RNG states and the like to a converted
+//! checkpoint as links, so that its program can resume. The program that wrote the source
+//! checkpoint needs these files to resume from the converted one.
 use super::file_plan::{FileContent, FilePlan, OutputPlan};
 use super::notice::ConvertNotice;
 use super::source_state::SourceState;
@@ -13,14 +13,14 @@ use crate::error::Result;
 /// result.
 const EXCLUDED_FILES: [&str; 6] =
     ["latest", "latest_universal", "converted.json", "optimizer.pt", "optimizer.bin", ".metadata"];
-/// Names of files that only checkpoints of HF Trainer, Accelerate or DeepSpeed contain, for which a
-/// conversion also links scheduler and RNG state files.
+/// Names of files whose presence shows that HF Trainer, Accelerate or DeepSpeed wrote the source
+/// checkpoint, so that scheduler and RNG files are linked, too.
 const COMPANION_FILE_MARKERS: [&str; 3] = ["trainer_state.json", "random_states_0.pkl", "zero_to_fp32.py"];
 
-/// Adds links to the companion files of the source checkpoint, such as scheduler and RNG state
-/// files, to the planned files of a conversion. Adds a notice to `state` if the source has RNG
-/// state files for a different number of ranks than the plan. Does nothing if the source has no
-/// file of [`COMPANION_FILE_MARKERS`].
+/// Adds links to files of the source checkpoint that hold scheduler states, RNG states and similar
+/// data to the list of files that a conversion will write. Adds a notice to `state` if the source
+/// has RNG state files for a different number of ranks than the plan. Does nothing if the source
+/// has no file of [`COMPANION_FILE_MARKERS`].
 pub(super) fn add_companion_files(
     source: &dyn TensorSource,
     state: &mut SourceState,

@@ -65,9 +65,9 @@ pub fn convert_checkpoint(
     }
 }
 
-/// Converts the checkpoint `source` to a DeepSpeed or universal checkpoint in the existing
-/// directory `dir`, and syncs the files. The caller publishes or removes the directory. Adds no
-/// companion files.
+/// Writes the checkpoint `source` in DeepSpeed's ZeRO or universal format to the existing directory
+/// `dir`, and makes the written files durable. The caller publishes or removes the directory. Adds
+/// no companion files.
 pub(crate) fn convert_into_directory(
     source: &dyn TensorSource,
     dir: &Path,

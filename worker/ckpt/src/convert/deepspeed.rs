@@ -21,8 +21,8 @@ const STAGE_ENUM_CLASS: &str = "deepspeed.runtime.zero.config.ZeroStageEnum";
 /// Name of DeepSpeed's Python class for the address of a parameter in a flat array.
 const FRAGMENT_ADDRESS_CLASS: &str = "deepspeed.utils.tensor_fragment.fragment_address";
 
-/// Consecutive parameters of a parameter group that DeepSpeed concatenates to one flat array in its
-/// optimizer files. These are all parameters of a group at stages 1 and 2, and the parameters of a
+/// A group of consecutive parameters whose elements DeepSpeed stores in its optimizer files as one
+/// flat array. These are all parameters of a group at stages 1 and 2, and the parameters of a
 /// sub-group at stage 3.
 struct FlatGroup {
     /// Index of the parameter group.
@@ -118,8 +118,8 @@ fn plan_flat_groups(state: &SourceState, sub_group_size: u64) -> Result<Vec<Flat
     Ok(flats)
 }
 
-/// Returns the number of elements of a tensor that each rank stores at ZeRO stage 3, including
-/// padding.
+/// Returns how many elements of a tensor one rank stores at ZeRO stage 3, which is the number of
+/// all elements divided by the ranks, rounded up.
 fn count_elements_per_rank(state: &SourceState, tensor: usize) -> u64 {
     state.element_count(tensor).div_ceil(u64::from(state.world))
 }
@@ -132,8 +132,8 @@ impl FlatGroup {
     }
 }
 
-/// Returns the indices of the source tensors that store the state `role` (such as Adam's first
-/// moment) of the weights `weights`. Skips weights without such a tensor.
+/// Returns the indices of the source checkpoint's tensors that store one kind of optimizer state,
+/// such as Adam's first moment, for the given weights. Skips weights without such a tensor.
 fn find_role_tensors(state: &SourceState, weights: &[usize], role: TensorRole) -> Vec<usize> {
     match role {
         TensorRole::Weight => weights.to_vec(),
@@ -141,9 +141,9 @@ fn find_role_tensors(state: &SourceState, weights: &[usize], role: TensorRole) -
     }
 }
 
-/// Returns the source elements that fill the range `range` of a flat array, the concatenation of
-/// the source tensors with the indices `tensors`. If the range ends after the last tensor, zeros
-/// fill the rest.
+/// Returns the ranges of source tensors that make up the elements `range` of a flat array, which is
+/// the concatenation of the tensors `tensors`. If the range ends after the last tensor, zeros fill
+/// the rest.
 fn plan_concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<u64>) -> Vec<StorageSpan> {
     let inside = intersect_concatenation(state, tensors, range.clone());
     let mut spans: Vec<StorageSpan> =
@@ -153,10 +153,9 @@ fn plan_concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<
     spans
 }
 
-/// Determines which elements of which source tensors fill the range `range` of a flat array, the
-/// concatenation of the tensors with the indices `tensors`. Returns for each tensor in the range
-/// its index, the position of its first such element within the range, and its elements in the
-/// range.
+/// Finds the parts of source tensors that fall into the range `range` of a flat array, in which the
+/// tensors `tensors` follow one another. Returns for each tensor in the range its index, the
+/// position of its first such element within the range, and its elements in the range.
 fn intersect_concatenation(
     state: &SourceState,
     tensors: &[usize],
@@ -174,8 +173,8 @@ fn intersect_concatenation(
     found
 }
 
-/// Returns the range of elements of one source tensor that the rank `rank` stores at ZeRO stage 3,
-/// and the number of zeros after them. Zeros pad the slice to the length that all ranks store.
+/// Returns the elements of one source tensor that the rank `rank` stores at ZeRO stage 3, and the
+/// number of zeros that follow them. Zeros pad the slice to the length that all ranks store.
 fn plan_rank_slice(state: &SourceState, tensor: usize, rank: u32) -> Vec<StorageSpan> {
     let (count, share) = (state.element_count(tensor), count_elements_per_rank(state, tensor));
     let from = (u64::from(rank) * share).min(count);
@@ -232,9 +231,9 @@ fn make_zero_stage_object(stage: u8) -> PythonObject {
     PythonObject::Call { function: STAGE_ENUM_CLASS.into(), args: vec![PythonObject::Int(stage.into())] }
 }
 
-/// Creates the `state_dict` of torch's optimizer for one rank's optimizer file, and adds the
-/// tensors in it to `storages`. `spans(flat, role)` must return the elements that the rank stores
-/// of the tensors of this role in a flat group.
+/// Creates the `state_dict` of torch's optimizer for one rank's optimizer file, and adds a storage
+/// for each tensor of the `state_dict` to `storages`. `spans(flat, role)` must return the elements
+/// that the rank stores of the tensors of this role in a flat group.
 fn make_optimizer_state(
     state: &SourceState,
     flats: &[FlatGroup],
@@ -325,9 +324,10 @@ fn plan_stage12_optimizer_file(
     plan_optimizer_file(state, storages, optimizer, path)
 }
 
-/// Returns a Python dict with the position and the number of each parameter's elements in one
-/// rank's part of a flat array. `weights` are the parameters of the flat array, and `range` is the
-/// range of its elements in the piece. Leaves out parameters without elements in the piece.
+/// Returns a Python dict that states, for each parameter, where its elements begin within one
+/// rank's range of a flat array, and how many they are. `weights` are the parameters of the flat
+/// array, and `range` is the range of its elements in the piece. Leaves out parameters without
+/// elements in the piece.
 fn make_fragment_addresses(state: &SourceState, weights: &[usize], range: Range<u64>) -> PythonObject {
     let address = |(weight, start, elements): (usize, u64, Range<u64>)| {
         let address = [
@@ -427,9 +427,9 @@ fn choose_module_dtype(state: &SourceState, weight: usize) -> Dtype {
     }
 }
 
-/// Plans to store all elements of one source tensor in a torch file, and returns the Python tensor
-/// for the file's pickle. A floating-point tensor is converted to `dtype`. Other tensors keep their
-/// dtype.
+/// Adds a source tensor with all its elements to the planned torch file, and returns the Python
+/// object that refers to the tensor in the pickle. A floating-point tensor is converted to `dtype`.
+/// Other tensors keep their dtype.
 pub(super) fn add_full_tensor(
     state: &SourceState,
     storages: &mut StorageBuilder,
@@ -444,9 +444,9 @@ pub(super) fn add_full_tensor(
     }
 }
 
-/// Creates the `state_dict` of the model for a model file: weights (empty tensors at stage 3),
-/// aliases of tied weights, and buffers. The entries have the order of the module if known,
-/// otherwise the order of the source's tensors.
+/// Creates the model's `state_dict` for a DeepSpeed model file, in which weights have all their
+/// elements at ZeRO stages 1 and 2 and none at stage 3. The entries have the order of the module if
+/// known, otherwise the order of the source's tensors.
 fn make_model_state_dict(state: &SourceState, storages: &mut StorageBuilder) -> PythonObject {
     let mut found: Vec<(String, PythonObject)> = Vec::new();
     let weights = state.groups.iter().flat_map(|g| g.weights.iter()).chain(&state.frozen);
@@ -480,9 +480,9 @@ fn make_model_state_dict(state: &SourceState, storages: &mut StorageBuilder) -> 
     PythonObject::ordered_dict_from_pairs(found)
 }
 
-/// Plans the model file of one rank in DeepSpeed's layout. At stage 3 every rank has a model file,
-/// which stores a slice of each frozen weight. At stages 1 and 2 there is one file, which stores
-/// whole weights.
+/// Plans the content of one DeepSpeed model file: that of rank `rank` at ZeRO stage 3, or the only
+/// model file at stages 1 and 2. At stage 3 every rank has a model file, which stores a slice of
+/// each frozen weight. At stages 1 and 2 there is one file, which stores whole weights.
 fn plan_model_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: String) -> FilePlan {
     let mut storages = StorageBuilder::default();
     let module = make_model_state_dict(state, &mut storages);

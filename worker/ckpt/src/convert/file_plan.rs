@@ -25,8 +25,8 @@ pub(super) enum FileContent {
     LinkTo(PathBuf),
 }
 
-/// A range of elements of a source tensor, and the dtype with which one rank's file in launch's own
-/// format will store them.
+/// A range of elements of a source tensor that one rank's shard in launch's own format will
+/// contain, and the dtype in the shard.
 #[derive(Clone)]
 pub(super) struct PlannedShardPiece {
     /// Index of the tensor in the source checkpoint.
@@ -90,8 +90,8 @@ impl PlannedStorage {
 }
 
 impl StorageSpan {
-    /// Returns the number of elements that this span contributes to a tensor storage of the dtype
-    /// `dtype`.
+    /// Returns the number of elements that this range of tensor elements, zeros or given bytes
+    /// fills in a tensor storage of the dtype `dtype`.
     fn element_count(&self, dtype: Dtype) -> u64 {
         match self {
             StorageSpan::Elements(_, range) => range.end - range.start,
@@ -127,8 +127,8 @@ impl TorchFilePlan {
     }
 }
 
-/// The list of tensor storages that a torch file will contain, to which callers add one storage for
-/// each tensor of the pickled value.
+/// The growing list of tensor storages of a planned torch file, with one storage for each tensor
+/// that was added to the file so far.
 #[derive(Default)]
 pub(super) struct StorageBuilder(Vec<PlannedStorage>);
 
@@ -167,9 +167,9 @@ impl StorageBuilder {
         self.add_tensor(Dtype::F32, Vec::new(), vec![StorageSpan::Bytes(bytes)])
     }
 
-    /// Returns a copy of `value`, a value of another torch file, in which each tensor refers to
-    /// data that the planned torch file will contain. Tensors in the value get storages in this
-    /// file.
+    /// Copies a Python value from the source checkpoint for the pickle of the planned torch file,
+    /// and adds the data of the tensors in it to this file. Tensors in the value get storages in
+    /// this file.
     pub(super) fn import_value(&mut self, value: &PythonObject) -> PythonObject {
         let pairs = |this: &mut StorageBuilder, pairs: &[(PythonObject, PythonObject)]| {
             pairs.iter().map(|(k, v)| (k.clone(), this.import_value(v))).collect()
@@ -193,8 +193,8 @@ impl StorageBuilder {
     }
 }
 
-/// The files that a conversion will write, with the ZeRO stage and the number of ranks of the
-/// result.
+/// The list of files that a conversion will write, with the ZeRO stage and the number of ranks of
+/// the converted checkpoint.
 pub(super) struct OutputPlan {
     pub(super) files: Vec<FilePlan>,
     pub(super) stage: Option<u8>,

@@ -53,8 +53,8 @@ pub(super) fn plan_native(state: &mut SourceState) -> OutputPlan {
     OutputPlan { files, stage: Some(state.stage), world: state.world }
 }
 
-/// Returns BF16 if a source checkpoint in launch's own format stores the tensor as a BF16 weight,
-/// and F32 for any other tensor.
+/// Returns the dtype in which a shard of the converted checkpoint stores a tensor: BF16 for a BF16
+/// weight of a source in launch's own format, else F32.
 fn choose_shard_dtype(state: &SourceState, tensor: usize) -> Dtype {
     let TensorInfo { role, dtype, .. } = &state.tensors[tensor];
     let is_bf16_master =
@@ -75,10 +75,10 @@ pub(super) fn write_native_manifest(
     write_manifest(&dir.join(step_dir_name(state.step)), facts, shards, None).map(|_| ())
 }
 
-/// Returns the facts about the run, such as its step and ZeRO stage, that the manifest of the
-/// converted checkpoint will contain. Copies the facts of a native source with the new number of
-/// ranks, and derives facts from an external source. Adds a notice to `state` if the source's data
-/// order is unknown.
+/// Returns what the manifest of the converted checkpoint will record about the training run, such
+/// as the step, the ZeRO stage and the number of ranks. Copies the facts of a native source with
+/// the new number of ranks, and derives facts from an external source. Adds a notice to `state` if
+/// the source's data order is unknown.
 fn make_run_facts(state: &mut SourceState, plan: &OutputPlan) -> RunFacts {
     let program = format!("launch {}", env!("CARGO_PKG_VERSION"));
     let stage = plan.stage.unwrap_or(state.stage);

@@ -2,8 +2,8 @@
 use serde::{Serialize, Serializer};
 use std::fmt;
 
-/// Something about a conversion that the user must know: missing information, a limit of the target
-/// format, or a necessary action. A notice is serialized as its text.
+/// A message to the user about the result of a conversion, such as data that are missing in it, or
+/// a setting that DeepSpeed needs to load it. A notice is serialized as its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ConvertNotice {

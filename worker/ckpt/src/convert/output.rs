@@ -106,8 +106,9 @@ impl ConvertOutput {
         Ok(output)
     }
 
-    /// Uses the existing directory `dir` as the output of a conversion, without a hidden directory
-    /// or a final rename. Fails if the file system has too little space for `bytes`.
+    /// Returns a [`ConvertOutput`] that writes directly to the existing directory `dir`, for
+    /// callers that rename or remove this directory themselves. Fails if the file system has too
+    /// little space for `bytes`.
     pub(super) fn open_existing_directory(dir: &Path, bytes: u64) -> Result<ConvertOutput> {
         require_space(dir, bytes)?;
         let (dir, path) = (dir.to_owned(), dir.to_owned());
@@ -187,14 +188,14 @@ fn open_finished_list(path: &Path) -> Result<File> {
     opened.map_err(CkptError::io("open", path))
 }
 
-/// Fails with [`CkptError::InsufficientSpace`] if the file system of `dir` has too little free
-/// space for files of `bytes` bytes in total and [`OVERHEAD_BYTES`].
+/// Fails with [`CkptError::InsufficientSpace`] if the file system of `dir` has less free space than
+/// a conversion to `bytes` bytes of tensors needs.
 fn require_space(dir: &Path, bytes: u64) -> Result<()> {
     disk::require_free_bytes(dir, bytes.saturating_add(bytes / 500).saturating_add(OVERHEAD_BYTES))
 }
 
-/// Reads the description of an interrupted conversion, which consists of source and options, from
-/// `.task.json` in the hidden directory `dir`. Returns `None` if `dir` has no valid description.
+/// Reads from `.task.json` in the hidden directory `dir` which source checkpoint and which options
+/// an interrupted conversion had. Returns `None` if `dir` has no valid description.
 fn read_conversion_task(dir: &Path) -> Option<Value> {
     let task = read_json::<LimitedValue<TASK_FILE_VALUES_MAX>>(
         &Directory::open(dir).ok()?,
@@ -204,8 +205,8 @@ fn read_conversion_task(dir: &Path) -> Option<Value> {
     task.ok().map(|task| task.0)
 }
 
-/// Reads which files an interrupted conversion had completed from `.done` in its hidden directory
-/// `dir`, and returns their sizes and hashes by path. Ignores truncated lines.
+/// Returns the size and hash of each file that an interrupted conversion had completed, by path,
+/// from the list `.done` in the hidden directory `dir`. Ignores truncated lines.
 fn read_finished_files(dir: &Path) -> HashMap<String, FinishedFile> {
     let text = Directory::open(dir)
         .and_then(|f| f.read_file(FINISHED_LIST_FILE, FINISHED_LIST_FILE_BYTES_MAX))
@@ -214,9 +215,9 @@ fn read_finished_files(dir: &Path) -> HashMap<String, FinishedFile> {
     lines.map(|f| (f.path.clone(), f)).collect()
 }
 
-/// Returns a JSON description of a conversion's source and options, by which a later start
-/// recognizes the files of the same conversion. This is the version of launch, the source with a
-/// fingerprint of its files, and the options.
+/// Returns JSON with the source and options of a conversion, which a restarted conversion compares
+/// with that of the interrupted one to reuse its files. This is the version of launch, the source
+/// with a fingerprint of its files, and the options.
 fn describe_conversion_task(source: &dyn TensorSource, options: &ConvertOptions) -> Result<Value> {
     let path = source.path().canonicalize().map_err(CkptError::io("look at", source.path()))?;
     let files = compute_source_fingerprint(&path)?;

@@ -22,7 +22,8 @@ pub(super) struct IndexedParamGroup {
     pub(super) options: Vec<(String, PythonObject)>,
 }
 
-/// The parameter groups of an optimizer, and the trained weights that belong to no group.
+/// The parameter groups of an optimizer, and one extra group with the trained weights whose
+/// parameter group is unknown.
 pub(super) struct ParamGroupSet<G> {
     pub(super) groups: Vec<G>,
     /// Trained weights whose group is unknown.
@@ -53,9 +54,9 @@ pub fn find_ungrouped_weights(source: &dyn TensorSource) -> Result<UngroupedWeig
     Ok(UngroupedWeights { names, groups: groups.len() })
 }
 
-/// Returns the optimizer's parameter groups of the source checkpoint, which may record only the
-/// hyper-parameters of a group and not its weights. Takes the groups out of `passthrough`, or makes
-/// them from `state` if `passthrough` has no groups.
+/// Returns the parameter groups that the source checkpoint records, some of which may have
+/// hyper-parameters but no list of weights. Takes the groups out of `passthrough`, or makes them
+/// from `state` if `passthrough` has no groups.
 pub(super) fn take_recorded_groups(
     state: &TrainingState,
     passthrough: &mut PassthroughState,
@@ -135,8 +136,8 @@ pub(super) fn assign_weights_to_groups(
     }
 }
 
-/// Fails if the user's assignment of weights to parameter groups is missing, contains a weight that
-/// needs none, or names an unknown group.
+/// Fails if the user's options do not assign weights without a parameter group although the target
+/// format needs it, or assign a wrong weight or group.
 fn check_group_options(
     groups: &[ParamGroup],
     ungrouped: &[String],
@@ -188,8 +189,9 @@ fn sort_by_registration(group: &mut ParamGroup, orders: &[Vec<&str>]) -> bool {
 }
 
 impl ParamGroupSet<ParamGroup> {
-    /// Replaces each weight name in the parameter groups by the index of the weight in `tensors`,
-    /// the source checkpoint's list of tensors. Unknown update counts become `step`.
+    /// Converts parameter groups that list the names of weights to groups that list the indices of
+    /// the weights in `tensors`, the source checkpoint's tensors. Unknown update counts become
+    /// `step`.
     ///
     /// # Errors
     /// Fails if `index` lacks the tensor of a weight, or its optimizer state of a role in `roles`.

@@ -13,18 +13,19 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::PathBuf;
 
-/// Maximum product of the number of ranks, as an untrusted source checkpoint records it, and the
-/// number of its tensors.
+/// Limit on the number of ranks times the number of tensors of a conversion, because an untrusted
+/// checkpoint may claim any number of ranks.
 const RANKS_TIMES_TENSORS_MAX: u64 = 4 << 20;
-/// Constant added to the number of tensors in the check against [`RANKS_TIMES_TENSORS_MAX`], which
-/// limits the ranks of checkpoints with few tensors.
+/// Number that is added to the number of tensors before it is compared with
+/// [`RANKS_TIMES_TENSORS_MAX`], so that checkpoints with few tensors have a limit, too.
 const EXTRA_TENSORS_PER_RANK: u64 = 64;
 /// The DeepSpeed version that a converted checkpoint claims if the source checkpoint does not
 /// record one.
 const DEEPSPEED_VERSION: &str = "0.19.8";
 
-/// The tensors and the training state of the checkpoint to convert, in which options of the
-/// conversion replace missing values. Fields refer to tensors by their indices in `tensors`.
+/// The tensors and the training state of the checkpoint to convert, supplemented by the user's
+/// options where the checkpoint lacks a value. Fields refer to tensors by their indices in
+/// `tensors`.
 pub(super) struct SourceState {
     pub(super) path: PathBuf,
     pub(super) tensors: Vec<TensorInfo>,
@@ -68,8 +69,8 @@ pub(super) struct SourceState {
 }
 
 impl SourceState {
-    /// Reads tensors and training state of the checkpoint `source`, and takes values that the
-    /// checkpoint lacks from the options of the conversion.
+    /// Reads the tensors and the training state of the checkpoint `source`, and fills in values
+    /// that the checkpoint lacks from the user's options.
     ///
     /// # Errors
     /// Fails if the target format needs something that neither the source checkpoint nor the
@@ -168,9 +169,9 @@ impl SourceState {
         tag.cloned().unwrap_or_else(|| format!("global_step{}", self.step))
     }
 
-    /// Returns the number of optimizer updates that each weight in the range `members` of the
-    /// parameter group `group` has received, which must be equal. Returns the step of the source
-    /// checkpoint if there are no such weights.
+    /// Returns the number of optimizer updates that each weight at the positions `members` of a
+    /// parameter group has received, which must be one number for all. Returns the step of the
+    /// source checkpoint if there are no such weights.
     ///
     /// # Errors
     /// Fails with [`ConvertError::UpdatesDiffer`] if the update counts of two weights differ.
@@ -248,9 +249,9 @@ fn find_optimizer_roles(tensors: &[TensorInfo]) -> Vec<TensorRole> {
     roles.filter(|&role| tensors.iter().any(|t| t.role == role)).collect()
 }
 
-/// Returns the largest number of optimizer updates of a weight, which becomes the step of a
-/// checkpoint in launch's own format. Returns `steps` if there are no update counts. Adds a notice
-/// if the result differs from `steps`.
+/// Chooses the step that a checkpoint converted to launch's own format states: the largest number
+/// of optimizer updates that any weight has received. Returns `steps` if there are no update
+/// counts. Adds a notice if the result differs from `steps`.
 fn choose_step_from_updates<'a>(
     steps: u64,
     groups: impl Iterator<Item = &'a IndexedParamGroup>,

@@ -51,9 +51,8 @@ pub(super) fn plan_universal(state: &mut SourceState) -> Result<OutputPlan> {
     Ok(OutputPlan { files, stage: None, world: state.world })
 }
 
-/// Returns the name of the weight with the index `weight`, which a universal checkpoint uses as the
-/// name of the weight's directory. Fails if this name is too long, starts with a dot, or contains a
-/// path separator.
+/// Returns the name of the weight's directory in a universal checkpoint, which is the name of the
+/// weight. Fails if this name is too long, starts with a dot, or contains a path separator.
 fn parameter_dir_name(state: &SourceState, weight: usize) -> Result<&str> {
     let name = state.tensor_name(weight);
     match name.len() > PARAMETER_NAME_MAX || name.contains(['/', '\\']) || name.starts_with('.') {
@@ -126,8 +125,8 @@ fn plan_universal_optimizer_file(state: &SourceState, path: String) -> FilePlan 
     storages.into_file_plan(path, value)
 }
 
-/// Plans the model file of a universal checkpoint, which contains the frozen weights, the buffers
-/// and the state of DeepSpeed's engine.
+/// Plans the model file of a universal checkpoint: its path, and the frozen weights, buffers and
+/// DeepSpeed engine state that it will contain.
 fn plan_universal_model_file(state: &SourceState, path: String) -> FilePlan {
     let mut storages = StorageBuilder::default();
     let tensors = state.frozen.iter().chain(&state.buffers);

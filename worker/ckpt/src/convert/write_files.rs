@@ -73,10 +73,10 @@ struct SharedWriteState<'a> {
     windows: Mutex<Vec<Vec<f32>>>,
 }
 
-/// Writes all planned files to the output directory in several threads, and verifies the bytes that
-/// were read from the source checkpoint. Uses at most `memory` bytes. Reuses unchanged files for
-/// which `output` has a record. Calls `progress` with the number of written bytes and the total
-/// number.
+/// Writes all planned files of a conversion with several threads, and verifies the checksums of all
+/// bytes that they read from the source checkpoint. Uses at most `memory` bytes. Reuses unchanged
+/// files for which `output` has a record. Calls `progress` with the number of written bytes and the
+/// total number.
 pub(super) fn write_planned_files(
     source: &dyn TensorSource,
     state: &SourceState,
@@ -131,10 +131,10 @@ pub(super) fn write_planned_files(
     Ok(done)
 }
 
-/// Receives the path, size and hash of each completed file from the worker threads, until all of
-/// them have ended or an error occurs. Adds new files to `.done` of `output`, and counts reused
-/// files and collects all records in `done`. Returns at the first error. Calls `progress` after
-/// each file, and at least every [`PROGRESS_INTERVAL`].
+/// Waits for the threads that write files, and records the path, size and hash of each file in
+/// `.done` as soon as the file is complete. Adds new files to `.done` of `output`, and counts
+/// reused files and collects all records in `done`. Returns at the first error. Calls `progress`
+/// after each file, and at least every [`PROGRESS_INTERVAL`].
 fn collect_finished_files(
     receiver: &Receiver<Result<(FinishedFile, bool)>>,
     output: &mut ConvertOutput,
@@ -199,9 +199,9 @@ impl SharedWriteState<'_> {
         }
     }
 
-    /// Writes the planned file `file`, unless an interrupted conversion has already written it and
-    /// it still has the size and hash in `earlier`. Returns the record of the file, and whether the
-    /// file was reused.
+    /// Writes one planned file of a conversion, unless the file `earlier`, which an interrupted
+    /// conversion completed under this path, is still unchanged and can be reused. Returns the
+    /// record of the file, and whether the file was reused.
     fn write_file(&self, file: &FilePlan, earlier: Option<&FinishedFile>) -> Result<(FinishedFile, bool)> {
         if let Some(earlier) = earlier.filter(|e| self.is_finished_file_intact(file, e)) {
             self.bytes.fetch_add(file.size_in_bytes(), Ordering::Relaxed);
@@ -240,9 +240,9 @@ impl SharedWriteState<'_> {
         Ok((done, false))
     }
 
-    /// Returns true if the file that an interrupted conversion has written still has the size and
-    /// the hash that `earlier` records. Reads and verifies every byte of the tensors. Returns false
-    /// for links and small files, which are cheap to write again.
+    /// Returns true if a file from an interrupted conversion still has the size and the hash in its
+    /// record `earlier`, so that it need not be written again. Reads and verifies every byte of the
+    /// tensors. Returns false for links and small files, which are cheap to write again.
     fn is_finished_file_intact(&self, file: &FilePlan, earlier: &FinishedFile) -> bool {
         let path = self.dir.join(&file.path);
         let open = || -> Option<(fs::File, u64)> {
@@ -331,9 +331,9 @@ impl SharedWriteState<'_> {
         Ok(ShardReport { rank, world: self.world, file, bytes, blocks, pieces: reports })
     }
 
-    /// Reads the tensor data of an output file from the source checkpoint, one write step after
-    /// another, and passes each step with its data to `sink`. A second thread reads the data ahead
-    /// if there is more than one window.
+    /// Reads the tensor data for each step of writing one output file, and calls `sink` with the
+    /// step and its data, in the order of the steps. A second thread reads the data ahead if there
+    /// is more than one window.
     fn stream_write_steps(
         &self,
         steps: &[WriteStep<'_>],
@@ -406,8 +406,8 @@ impl SharedWriteState<'_> {
         self.lock_window_pool().push(window);
     }
 
-    /// Passes a write step and the data that was read for it to `sink`, and adds the step's bytes
-    /// to the progress of the conversion.
+    /// Calls `sink` with a step of writing an output file and its tensor data, and adds the step's
+    /// bytes to the conversion's count of written bytes.
     fn deliver_write_step(
         &self,
         step: &WriteStep<'_>,
@@ -419,9 +419,9 @@ impl SharedWriteState<'_> {
         Ok(())
     }
 
-    /// Reads the tensor elements that a write step of a conversion needs from the source
-    /// checkpoint. A step with a window reads into `buffer`, which the result contains. The bytes
-    /// are verified later, by [`TensorSource::verify_reads`].
+    /// Reads from the source checkpoint the tensor elements that one step of writing an output file
+    /// needs. A step with a window reads into `buffer`, which the result contains. The bytes are
+    /// verified later, by [`TensorSource::verify_reads`].
     fn read_write_step_data(&self, step: &WriteStep<'_>, mut buffer: Vec<f32>) -> Result<WriteStepData> {
         match step {
             WriteStep::Window { parts, .. } => {

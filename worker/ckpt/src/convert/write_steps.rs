@@ -1,5 +1,5 @@
-//! [`WriteStep`]: one step of writing a torch file, which converts or copies a limited number of
-//! elements of the source tensors.
+//! [`WriteStep`]: one step of writing tensor data to a torch file, such as to convert and append at
+//! most 2 MiB of F32 values.
 use super::file_plan::StorageSpan;
 use crate::tensor::Dtype;
 use std::ops::Range;
@@ -7,12 +7,12 @@ use std::ops::Range;
 /// Maximum number of elements that one write step converts: 2 MiB of F32.
 pub(super) const WINDOW_ELEMENTS: usize = 512 << 10;
 
-/// Some of the elements that a write step converts: a range of the source tensor with the given
-/// index, or zeros for `None`.
+/// A range of elements of the source tensor with a given index, or a number of zeros (index
+/// `None`), which one [`WriteStep`] appends to a file.
 pub(super) type WriteStepPart = (Option<usize>, Range<u64>);
 
-/// A step of writing the tensor data of a torch file, such as to convert up to [`WINDOW_ELEMENTS`]
-/// elements and append them.
+/// A step of writing tensor data to a torch file: begin a storage, append elements or bytes, or end
+/// the storage.
 pub(super) enum WriteStep<'p> {
     /// Begin the storage.
     Begin,
@@ -34,8 +34,8 @@ pub(super) enum WriteStepData {
 }
 
 impl WriteStep<'_> {
-    /// Returns the number of elements that this step converts, or the number of bytes if the step
-    /// copies them unchanged. Returns 0 for other steps.
+    /// Returns the amount of tensor data that this step writes: elements if their dtype is
+    /// converted, or bytes if they are copied unchanged. Returns 0 for other steps.
     pub(super) fn element_count(&self) -> usize {
         match self {
             WriteStep::Window { elements, .. } => *elements,
@@ -81,8 +81,8 @@ pub(super) fn plan_storage_steps(dtype: Dtype, spans: &[StorageSpan]) -> Vec<Wri
     steps
 }
 
-/// Appends steps to `steps` that convert the elements `rest` of a source tensor to `dtype`, or that
-/// write zeros if `tensor` is `None`. Fills the last step first, if it is not full.
+/// Appends to `steps` the steps that write the elements `rest` of a source tensor, or zeros if
+/// `tensor` is `None`, with the dtype `dtype`. Fills the last step first, if it is not full.
 fn push_element_steps(
     steps: &mut Vec<WriteStep<'_>>,
     dtype: Dtype,

@@ -13,8 +13,8 @@ pub struct ElementPair {
     pub b: f32,
 }
 
-/// A rounding to bfloat16 or float16 that explains all differences of two tensors, because applying
-/// it to one tensor gives the other. It rounds to nearest, ties to even.
+/// A rounding of the elements of tensor `a` or `b` to bfloat16 or float16 whose results are exactly
+/// the elements of the other tensor. It rounds to nearest, ties to even.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum RoundingCast {
     /// `b` is `a` rounded to bfloat16.
@@ -37,8 +37,9 @@ impl RoundingCast {
         RoundingCast::AIsF16OfB,
     ];
 
-    /// Returns true if this rounding to a 16-bit dtype converts one of the values `a` and `b` to
-    /// exactly the other value. The kind of conversion determines whether `a` or `b` is converted.
+    /// Returns true if this rounding converts `a` to exactly `b`, or `b` to exactly `a`, depending
+    /// on the direction of the rounding. The kind of conversion determines whether `a` or `b` is
+    /// converted.
     fn explains_pair(self, a: f32, b: f32) -> bool {
         let bf16 = |x: f32| bf16::from_f32(x).to_f32().to_bits();
         let f16 = |x: f32| f16::from_f32(x).to_f32().to_bits();
@@ -133,16 +134,16 @@ impl DiffStats {
         }
     }
 
-    /// Records in `refuted` which roundings to a 16-bit dtype do not convert the elements of one
-    /// slice to those of the other slice.
+    /// Records in `refuted`, for each rounding to a 16-bit dtype, whether it fails to explain a
+    /// difference between the slices `a` and `b`.
     fn refute_casts(&mut self, a: &[f32], b: &[f32]) {
         for (refuted, cast) in self.refuted.iter_mut().zip(RoundingCast::ALL) {
             *refuted = !a.iter().zip(b).all(|(&x, &y)| cast.explains_pair(x, y));
         }
     }
 
-    /// Merges the statistics `next` into these statistics, whose range of elements ends where the
-    /// range of `next` begins.
+    /// Merges the statistics `next` of the following range of elements into these statistics, so
+    /// that they cover both ranges.
     pub(super) fn merge_following_range(&mut self, next: DiffStats) {
         self.elements += next.elements;
         self.differing += next.differing;
@@ -178,8 +179,8 @@ impl DiffStats {
     }
 }
 
-/// Counts the steps between neighbouring float32 numbers from `a` to `b` (their distance in ulp).
-/// The distance of +0 and -0 is 0.
+/// Returns the distance of two float32 numbers in ulp, that is how many representable numbers one
+/// must step from `a` to reach `b`. The distance of +0 and -0 is 0.
 fn count_ulps(a: f32, b: f32) -> u64 {
     let ordinal = |x: f32| {
         let magnitude = i64::from(x.to_bits() & 0x7fff_ffff);

@@ -185,8 +185,8 @@ impl CkptError {
         move |error| CkptError::Io { action, path, source: error.into() }
     }
 
-    /// Creates the error that a checkpoint cannot be saved because the caller passed invalid data,
-    /// as `problem` describes.
+    /// Creates the error that a checkpoint was not saved because the data or arguments from the
+    /// caller are invalid, for the reason `problem`.
     pub(crate) fn invalid_save(problem: impl Into<SaveProblem>) -> CkptError {
         CkptError::InvalidSave(problem.into())
     }
@@ -197,8 +197,8 @@ impl CkptError {
         CkptError::InvalidOption { problem }
     }
 
-    /// Creates the error [`CkptError::Internal`], which reports a bug of this crate. `what`
-    /// describes the unexpected state.
+    /// Creates the error [`CkptError::Internal`], which states that this crate has reached a state
+    /// that only a bug can cause. `what` describes the unexpected state.
     pub(crate) fn internal(what: &'static str) -> CkptError {
         CkptError::Internal { what }
     }
@@ -241,8 +241,8 @@ impl CkptError {
         CkptError::Missing { path: path.to_owned(), part: part.into() }
     }
 
-    /// Creates the error that the checkpoint at `path` has a property, `feature`, that the
-    /// operation does not support.
+    /// Creates the error that an operation cannot use the checkpoint at `path` because of its
+    /// unsupported property `feature`, such as a dtype or a format.
     pub(crate) fn unsupported(path: &Path, feature: impl Into<UnsupportedFeature>) -> CkptError {
         CkptError::Unsupported { path: path.to_owned(), feature: feature.into() }
     }
@@ -257,9 +257,9 @@ impl CkptError {
         CkptError::OutputRejected { path: path.to_owned(), problem }
     }
 
-    /// Returns true if the error is caused by the content of the checkpoint, so that another
-    /// checkpoint may work and `launch` exits with code 4. Returns false if the caller, the disk or
-    /// the output is at fault.
+    /// Returns true if the checkpoint itself is the cause of the error, such as a damaged file, and
+    /// not the caller, the disk or the output. Returns false if the caller, the disk or the output
+    /// is at fault.
     pub fn is_checkpoint_at_fault(&self) -> bool {
         use CkptError::*;
         match self {

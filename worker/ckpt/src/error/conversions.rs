@@ -12,8 +12,8 @@ use super::unsupported_feature::UnsupportedFeature;
 use super::zip::ZipError;
 use std::io;
 
-/// Implements `From<S> for T` for each argument `S => T: f` of the macro, with the function `f` as
-/// the conversion.
+/// A macro that implements `From<S> for T`, with the function `f` as the conversion, for each of
+/// its arguments `S => T: f`.
 macro_rules! conversions {
     ($($source:ty => $target:ty: $convert:expr;)*) => {
         $(impl From<$source> for $target {

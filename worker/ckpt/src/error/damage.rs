@@ -30,8 +30,8 @@ pub struct Damage {
     pub reason: DamageReason,
 }
 
-/// Serializes the reason why a file is damaged as the text that users see, for the field `why` of
-/// JSON reports.
+/// Serializes the reason why a file is damaged as a shortened error message, which JSON reports for
+/// users contain in the field `why`.
 fn serialize_as_text<S: Serializer>(reason: &DamageReason, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(&shorten_text(reason.to_string()))
 }
@@ -56,7 +56,8 @@ impl fmt::Display for Damage {
     }
 }
 
-/// What is wrong with a file of a checkpoint.
+/// The way in which a file of a checkpoint is damaged, for example that it is missing, truncated or
+/// too large.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DamageReason {

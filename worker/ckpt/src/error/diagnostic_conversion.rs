@@ -47,8 +47,9 @@ impl CkptError {
         }
     }
 
-    /// Returns the help texts that are printed to the user together with this error. The list is
-    /// empty if no general advice exists for this error.
+    /// Returns texts that advise the user what to do about this error, such as the command that
+    /// lists all damaged files of the checkpoint. The list is empty if no general advice exists for
+    /// this error.
     pub fn help(&self) -> Vec<String> {
         use CkptError::*;
         let text = match self {
@@ -264,8 +265,8 @@ impl From<CkptError> for Diagnostic {
     }
 }
 
-/// Adds the name of the damaged file, the block, the affected tensors and the sizes in `damage` to
-/// an error that is shown to the user.
+/// Adds fields from `damage`, such as the file, the block and the affected tensors, to the error
+/// message that users see.
 fn add_damage_fields(diagnostic: Diagnostic, damage: &Damage) -> Diagnostic {
     let diagnostic = diagnostic.with_field("file", damage.file.as_str());
     let diagnostic = match damage.block {

@@ -2,8 +2,8 @@
 use crate::tensor::{CoverageError, Dtype, InvalidTensorName};
 use std::ops::Range;
 
-/// Why the content of `manifest.json` is rejected, the table of contents of a checkpoint in
-/// launch's own format.
+/// The reason why `manifest.json`, which lists the tensors and files of a checkpoint in launch's
+/// own format, is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ManifestError {

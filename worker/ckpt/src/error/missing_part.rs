@@ -110,8 +110,8 @@ pub(crate) fn format_remote_shards(shards: &[RemoteShard]) -> String {
     }
 }
 
-/// Formats the end of the message about a missing checkpoint, with the names of the checkpoints
-/// that exist in the directory. The remark is empty if there are none.
+/// Formats the remark ` (present: …)`, which names the checkpoints in a directory, for the error
+/// message that another checkpoint is missing there. The remark is empty if there are none.
 fn format_available_checkpoints(present: &[String]) -> String {
     match present.is_empty() {
         true => String::new(),

@@ -4,7 +4,8 @@ use super::pickle::EncodeError;
 use super::safetensors::SafetensorsError;
 use crate::tensor::{Dtype, TensorRole};
 
-/// Why the data that are to be saved do not make up one complete checkpoint.
+/// The reason why a save cannot complete a checkpoint, such as missing reports of ranks, or a file
+/// that is not the shard of its rank.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveProblem {

@@ -13,8 +13,8 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
 
-/// A wrapper of a checkpoint with LoRA adapters, through which only the adapters or only the merged
-/// weights are read.
+/// A wrapper of a checkpoint with LoRA adapters that reads either only the adapters, or the full
+/// weights into which the adapters are merged.
 pub(super) struct AdapterView<'a> {
     inner: &'a dyn TensorSource,
     content: ViewContent,
@@ -79,8 +79,8 @@ struct AdapterShape {
     out_features: usize,
 }
 
-/// Returns the shape of each LoRA adapter of the checkpoint `inner`, with the name of the adapted
-/// matrix as its key. Fails if the shape of an adapter does not match its matrix or the rank in
+/// Returns a map from the name of each matrix with a LoRA adapter in the checkpoint `inner` to the
+/// shape of this adapter. Fails if the shape of an adapter does not match its matrix or the rank in
 /// `config`.
 fn collect_adapters(
     inner: &dyn TensorSource,
@@ -114,9 +114,9 @@ fn collect_adapters(
 }
 
 impl AdapterShape {
-    /// Adds `scale` × B · A of a LoRA adapter to `values`, the elements of the adapted matrix
-    /// `name` from the index `start` on. Reads the adapter from `source`. Transposes B · A if the
-    /// matrix is `[in, out]`.
+    /// Merges a LoRA adapter into elements of the weight `name`: adds `scale` × B · A to `values`,
+    /// which begin with the element at index `start`. Reads the adapter from `source`. Transposes B
+    /// · A if the matrix is `[in, out]`.
     fn add_to_matrix(
         &self,
         source: &dyn TensorSource,
@@ -157,9 +157,10 @@ impl AdapterShape {
     }
 }
 
-/// Adds `scale` times the columns `range` of one row of the matmul `left` · `right` to `values`.
-/// `left` is the same row of the left matrix, and `right` is the whole right matrix with `columns`
-/// columns. `sums` is scratch memory with at least as many elements as `range`, and is overwritten.
+/// Computes the columns `range` of one row of the matmul `left` · `right`, multiplies them by
+/// `scale`, and adds the results to `values`. `left` is the same row of the left matrix, and
+/// `right` is the whole right matrix with `columns` columns. `sums` is scratch memory with at least
+/// as many elements as `range`, and is overwritten.
 fn add_matmul_row(
     values: &mut [f32],
     sums: &mut [f32],

@@ -15,8 +15,8 @@ use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-/// What is reported to the user after the weights of a checkpoint were gathered: the output
-/// directory, the written files, and tensors with unusual contents.
+/// The result of exporting the full weights of a checkpoint, for the user: output directory,
+/// written files, and names of tensors with NaN or infinite values.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct GatherReport {
     /// The output directory.
@@ -38,11 +38,10 @@ pub struct GatherReport {
     pub not_finite: Vec<String>,
 }
 
-/// Writes the full weights and buffers of a checkpoint, gathered from all shards, to the directory
-/// `out` in the format of Hugging Face: `config.json`, weight files with an index, and the
-/// tokenizer's files. A checkpoint with low-rank adapters gives a PEFT directory if `options` don't
-/// merge the adapters. Values are rounded to nearest, ties to even. Calls `progress` with the
-/// number of written bytes and the total number.
+/// Writes the full weights and buffers of a checkpoint, assembled from the shards of all ranks, to
+/// the directory `out` in the format of Hugging Face. A checkpoint with low-rank adapters gives a
+/// PEFT directory if `options` don't merge the adapters. Values are rounded to nearest, ties to
+/// even. Calls `progress` with the number of written bytes and the total number.
 ///
 /// `out` is either complete or absent. An existing directory `out` is replaced if `out` is empty,
 /// or if `force` is set and an earlier gather wrote `out`.
@@ -117,8 +116,8 @@ fn write_text_files(dir: &Path, files: &[GatheredFile], texts: &[(String, String
     Ok(())
 }
 
-/// Lists the names, sizes and hashes of all exported weight and text files, for the list of files
-/// that the output directory contains.
+/// Lists the name, size and hash of each exported file, as the record of files in the output
+/// directory will contain them.
 fn list_files_for_record(files: &[GatheredFile], texts: &[(String, String)]) -> Vec<RecordedFile> {
     let weights = files.iter().map(|f| (&f.name, RecordedContent { bytes: f.bytes, blake3: f.blake3 }));
     let texts = texts.iter().map(|(name, text)| (name, RecordedContent::from_text(text.as_bytes())));

@@ -19,9 +19,9 @@ pub(super) struct GatherOutput {
 }
 
 impl GatherOutput {
-    /// Creates and locks the hidden directory next to `out` to which gathered weights are written,
-    /// after removing the hidden directories of interrupted attempts. `source` is the path of the
-    /// checkpoint, `bytes` the size of the tensors.
+    /// Creates and locks a hidden directory next to `out`, to which the full weights of a
+    /// checkpoint will be written. `source` is the path of the checkpoint, `bytes` the size of the
+    /// tensors.
     ///
     /// # Errors
     /// Fails if `out` can't be replaced, another gather is writing to `out`, or the file system has
@@ -46,8 +46,8 @@ impl Drop for GatherOutput {
     }
 }
 
-/// Removes hidden directories with incomplete gathered weights, which an interrupted process has
-/// left in the directory `parent`. Their names begin with `hidden`. Fails with
+/// Removes the hidden directories, in the directory `parent`, of exports of weights that were
+/// interrupted before they were complete. Their names begin with `hidden`. Fails with
 /// [`CkptError::DirectoryBusy`] if a running gather has locked such a directory.
 fn remove_interrupted_gathers(parent: &Path, hidden: &str) -> Result<()> {
     for name in Directory::open(parent)?.list_names()? {

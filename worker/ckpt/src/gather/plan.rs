@@ -18,7 +18,8 @@ use std::path::Path;
 const WINDOW_ELEMENTS: usize = 1 << 20;
 /// Name of the file with the model's config in a Hugging Face directory.
 const CONFIG_FILE: &str = "config.json";
-/// The beginning of the names of all files with gathered weights.
+/// The first part of the name of each file with exported weights, as in `model.safetensors` and
+/// `model-00001-of-00003.safetensors`.
 pub(super) const WEIGHT_FILE_STEM: &str = "model";
 /// Name of the file with the settings of text generation in a Hugging Face directory.
 pub(super) const GENERATION_CONFIG_FILE: &str = "generation_config.json";
@@ -77,8 +78,8 @@ pub(super) struct GatherPlan {
 }
 
 impl GatherPlan {
-    /// Plans the export of all weights and floating-point buffers of the checkpoint to files whose
-    /// names begin with `stem`.
+    /// Plans which weights and floating-point buffers of the checkpoint are exported to which file,
+    /// where all file names begin with `stem`.
     ///
     /// # Errors
     /// Fails if the dtype in `options` isn't F32, BF16 or F16.
@@ -144,8 +145,8 @@ impl GatherPlan {
         windows
     }
 
-    /// Returns the names and contents of all text files that are written next to gathered weights:
-    /// configs, the index of weight files, and text files that the checkpoint stores.
+    /// Returns the names and contents of the text files of an export, such as the model's config,
+    /// the index of the weight files, and the tokenizer files.
     ///
     /// # Errors
     /// Fails if the checkpoint stores a file with the name of the record ([`GATHER_RECORD_KIND`]).
@@ -199,9 +200,9 @@ impl GatherPlan {
         json!({"metadata": {"total_parameters": parameters, "total_size": self.bytes}, "weight_map": map})
     }
 
-    /// Checks that the headers of the weight files in `dir` list exactly the tensors that this plan
-    /// assigns to the files. Fails if their headers do not list exactly the planned tensors with
-    /// their dtypes, shapes and sizes.
+    /// Checks that the headers of the exported weight files in `dir` together list exactly the
+    /// planned tensors. Fails if their headers do not list exactly the planned tensors with their
+    /// dtypes, shapes and sizes.
     pub(super) fn check_written_files(&self, dir: &Path, files: &[GatheredFile]) -> Result<()> {
         let directory = Directory::open(dir)?;
         let mut found: HashMap<String, (Dtype, Vec<u64>)> = HashMap::new();
@@ -233,8 +234,8 @@ impl GatherPlan {
     }
 }
 
-/// A group of consecutive elements of one exported weight file, possibly of several tensors, that
-/// is read and converted at once.
+/// Consecutive elements of an exported weight file, possibly from several tensors, which are read
+/// from the checkpoint, converted and written in one step.
 #[derive(Default)]
 pub(super) struct GatherWindow {
     /// Indices of tensors, each with a range of the tensor's elements.
@@ -244,8 +245,8 @@ pub(super) struct GatherWindow {
 }
 
 impl GatherWindow {
-    /// Adds the name of each tensor that has a NaN or infinite value in this group of elements to
-    /// `names`.
+    /// Adds to `names` the name of each tensor that has a NaN or infinite value among `values`, the
+    /// elements of this part of a weight file.
     pub(super) fn collect_non_finite_names(
         &self,
         plan: &GatherPlan,

@@ -39,8 +39,8 @@ fn find_module_position(rest: &str) -> Option<usize> {
 }
 
 /// Splits the name of an expert's matrix into the prefix before `.experts.`, the expert's number,
-/// and the matrix's position in the writing order of transformers. `down_proj` is first, since it
-/// precedes `gate_up_proj` alphabetically. Returns `None` for other tensors.
+/// and a number by which the expert's matrices are sorted. `down_proj` is first, since it precedes
+/// `gate_up_proj` alphabetically. Returns `None` for other tensors.
 fn parse_expert_matrix_position(name: &str) -> Option<(&str, u64, usize)> {
     let (before, number, matrix) = parse_expert_matrix_name(name)?;
     Some((before, number, (matrix + 1) % 3))
@@ -62,10 +62,10 @@ fn parse_name_part(text: &str) -> NamePart<'_> {
     }
 }
 
-/// Computes the key by which a tensor name is sorted, so that tensors are in the order of
-/// transformers' mixture-of-experts models. The key begins with the name of the tensor, or of the
-/// fused tensor from which an expert's matrix comes. The position of the matrix and the number of
-/// the expert follow.
+/// Computes the sort key of a tensor name that gives tensors the order in which transformers writes
+/// those of mixture-of-experts models. The key begins with the name of the tensor, or of the fused
+/// tensor from which an expert's matrix comes. The position of the matrix and the number of the
+/// expert follow.
 fn compute_tensor_sort_key(name: &str) -> (Vec<NamePart<'_>>, usize, u64) {
     let (fused, which, number) = match parse_expert_matrix_position(name) {
         Some((before, number, which)) => (before, which, number),
@@ -105,9 +105,9 @@ pub(super) fn sort_as_save_pretrained(mut tensors: Vec<TensorInfo>) -> Vec<Tenso
     positioned.into_iter().map(|(_, t)| t).collect()
 }
 
-/// Groups sorted tensors into ranges whose tensors must be written to one file, such as the
-/// matrices of all experts of a layer. The experts' matrices of a layer form three ranges, for
-/// down, gate and up. Every other tensor is a range by itself.
+/// Groups tensors that must be in one exported file, such as the down projections of all experts of
+/// a layer, and returns the index range of each group. The experts' matrices of a layer form three
+/// ranges, for down, gate and up. Every other tensor is a range by itself.
 pub(super) fn group_inseparable_tensors(tensors: &[TensorInfo]) -> Vec<Range<usize>> {
     let fused = |t: &TensorInfo| {
         parse_expert_matrix_position(&t.name).map(|(before, _, which)| (before.to_owned(), which))

@@ -18,8 +18,8 @@ const WINDOW_COUNT: usize = 6;
 /// verifies its bytes.
 const READER_COUNT: usize = 3;
 
-/// What a reading thread sends to the writing thread: the number of a group of elements, and the
-/// elements or the read error.
+/// A message from a reading thread to the writing thread of an export: the index of a group of
+/// elements, and the elements or the read error.
 type GatherWindowResult = (usize, Result<(GatherWindow, Vec<f32>)>);
 
 /// Copies the weights of a checkpoint to new weight files in the directory `dir`, as `plan` states.
@@ -91,8 +91,8 @@ fn lock_mutex<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Receives groups of tensor elements from several reading threads, and returns them in the order
-/// in which the output files contain them.
+/// The receiver that takes groups of elements from several reading threads in any order, and
+/// returns them in the order of the output files.
 struct OrderedWindows {
     inbox: Receiver<GatherWindowResult>,
     next_window: usize,
@@ -100,8 +100,8 @@ struct OrderedWindows {
 }
 
 impl OrderedWindows {
-    /// Waits for the group of elements that the output file needs next, and returns the group with
-    /// its elements.
+    /// Waits until a reading thread has delivered the group of elements that must be written next,
+    /// and returns this group.
     ///
     /// # Errors
     /// Fails if reading this window failed, or the reading threads ended early.
@@ -118,8 +118,8 @@ impl OrderedWindows {
     }
 }
 
-/// Reads the elements that `window` selects for one output file from the checkpoint to `buffer`.
-/// The bytes are verified later, by [`TensorSource::verify_reads`].
+/// Reads the tensor elements of one group, `window`, from the checkpoint into `buffer`, and returns
+/// the group and the buffer. The bytes are verified later, by [`TensorSource::verify_reads`].
 fn read_window(
     checkpoint: &dyn TensorSource,
     plan: &GatherPlan,

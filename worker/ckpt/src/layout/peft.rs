@@ -193,8 +193,8 @@ impl AdapterConfig {
         })
     }
 
-    /// Returns the factor by which the output of an adapter is multiplied: `alpha / rank`, or
-    /// `alpha / √rank` for rsLoRA.
+    /// Returns the factor by which the matmul B · A of a LoRA adapter is multiplied: `alpha /
+    /// rank`, or `alpha / √rank` for rsLoRA.
     pub fn output_scale(&self) -> f64 {
         let rank = f64::from(self.rank);
         self.alpha / if self.use_rslora { rank.sqrt() } else { rank }

@@ -7,7 +7,7 @@ use crate::layout::hf::{companion_files, module_order, optimizer_state, weights}
 use crate::layout::{dcp, deepspeed};
 use std::path::{Path, PathBuf};
 
-/// Name of the directory with the weights in sharded FSDP checkpoints of Accelerate.
+/// Name of the subdirectory in which Accelerate stores the weights of a sharded FSDP checkpoint.
 const FSDP_MODEL_DIR: &str = "pytorch_model_fsdp_0";
 /// Name of the directory with the optimizer state in sharded FSDP checkpoints of Accelerate.
 const FSDP_OPTIMIZER_DIR: &str = "optimizer_0";
@@ -24,10 +24,10 @@ pub(crate) fn open_external_checkpoint(path: &Path) -> Result<Option<ExternalChe
     open_external_for_training(path, None)
 }
 
-/// Opens the checkpoint of another program at `path`, in which optimizer states may be stored only
-/// for the weights `trained` that the job trains. If optimizer states are only numbered and some
-/// weights were frozen, the states are assigned to the trained weights, provided that their shapes
-/// match.
+/// Opens the checkpoint of another program at `path` for a job that trains only the weights
+/// `trained`, or an unknown set of weights if `None`. If optimizer states are only numbered and
+/// some weights were frozen, the states are assigned to the trained weights, provided that their
+/// shapes match.
 pub(crate) fn open_external_for_training(
     path: &Path,
     trained: Option<&TrainedWeightNames>,
@@ -67,8 +67,9 @@ fn has_training_state(path: &Path, directory: &Directory) -> Result<bool> {
     Ok(deepspeed::is_tag_directory(path) || deepspeed::universal::is_universal_directory(path))
 }
 
-/// Opens the checkpoint of another program whose files are in the directory `path` itself and not
-/// in a subdirectory for each step. Returns `None` if the directory has no weights.
+/// Opens the checkpoint of another program whose weights are stored directly in the directory
+/// `path`, and not in subdirectories named by step or epoch. Returns `None` if the directory has no
+/// weights.
 fn open_checkpoint_directory(
     path: &Path,
     trained: Option<&TrainedWeightNames>,
@@ -87,7 +88,8 @@ fn open_checkpoint_directory(
     }
 }
 
-/// Opens a single file of weights, so that it can be read like a checkpoint.
+/// Opens a single file with weights, such as a safetensors file, as a checkpoint that consists of
+/// this file.
 ///
 /// # Errors
 /// Fails if the file name does not have a suffix of weights files, such as `.safetensors`, or if
@@ -106,8 +108,8 @@ fn open_weights_file(path: &Path) -> Result<ExternalCheckpoint> {
     builder.finish().map(ExternalCheckpoint::mark_as_single_file)
 }
 
-/// Reads the weights, the optimizer state and further files of a torch program's checkpoint, and
-/// adds their contents to the opened checkpoint. Returns false if the directory has no weights.
+/// Adds the weights, optimizer states and other contents of the checkpoint directory, written by
+/// any program with torch, to the opened checkpoint. Returns false if the directory has no weights.
 fn add_torch_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<bool> {
     let directory = builder.directory.clone();
     builder.facts.tag = directory.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -166,8 +168,8 @@ fn add_torch_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<bool>
     Ok(true)
 }
 
-/// Reads the list of tensors and the steps of a torch distributed checkpoint (DCP) that is stored
-/// directly in the checkpoint directory.
+/// Adds the tensors, update counts and hyper-parameters of the torch distributed checkpoint (DCP)
+/// in the checkpoint directory itself to the opened checkpoint.
 fn add_distributed_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<()> {
     dcp::add_dcp_directory(builder, "")?;
     check_optimizer_state_shapes(builder)?;

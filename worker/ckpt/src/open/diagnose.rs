@@ -13,12 +13,13 @@ const SEARCHED_SUBDIRECTORIES_MAX: usize = 256;
 /// Maximum number of subdirectories that an error message lists by name. The message counts the
 /// others.
 const LISTED_CANDIDATES_MAX: usize = 4;
-/// Names of files that exist only in checkpoints or in directories with checkpoints.
+/// Names of files whose presence shows that a directory is a checkpoint or contains checkpoints,
+/// such as `manifest.json` or `latest`.
 const MARKER_FILES: [&str; 6] =
     [MANIFEST_FILE, "latest", "latest_universal", "trainer_state.json", ".metadata", "random_states_0.pkl"];
 
-/// Finds the probable reason why no reader recognized the directory at `path` as a checkpoint, from
-/// the names of its entries.
+/// Finds the probable reason why the directory at `path` cannot be read as a checkpoint, by the
+/// names of the files in it.
 pub(crate) fn diagnose_directory(path: &Path) -> Diagnosis {
     let names = match Directory::open(path).and_then(|f| f.list_names()) {
         Ok(names) if names.is_empty() => return Diagnosis::Empty,
@@ -109,8 +110,9 @@ struct SubdirectorySearch {
 }
 
 impl SubdirectorySearch {
-    /// Returns true if `path` is a directory that contains one of the [`MARKER_FILES`] or a weights
-    /// file, as a checkpoint does. Returns false without a search if the limit is reached.
+    /// Returns true if `path` is a directory that looks like a checkpoint, because it contains one
+    /// of the [`MARKER_FILES`] or a weights file. Returns false without a search if the limit is
+    /// reached.
     fn has_markers(&mut self, path: &Path) -> bool {
         if self.is_cut || !is_directory(path) {
             return false;

@@ -9,8 +9,8 @@ use crate::layout::native::{Checkpoint, list_checkpoints};
 use std::collections::HashSet;
 use std::path::Path;
 
-/// The newest checkpoint of a directory that could be opened, and the errors of newer checkpoints
-/// that could not.
+/// The newest readable checkpoint of a directory, and for each newer but unreadable checkpoint in
+/// the directory the error that opening it caused.
 #[derive(Debug)]
 pub struct NewestCheckpoint {
     /// The newest checkpoint that could be opened.
@@ -55,8 +55,8 @@ pub enum OpenedCheckpoint {
 }
 
 impl OpenedCheckpoint {
-    /// Returns the interface through which tensors and state are read, independently of the
-    /// checkpoint's format.
+    /// Returns the checkpoint as a [`TensorSource`], through which tensors and the training state
+    /// are read in the same way for every format.
     pub fn tensor_source(&self) -> &dyn TensorSource {
         match self {
             OpenedCheckpoint::Native(newest) => &newest.checkpoint,
@@ -72,10 +72,10 @@ pub fn open_checkpoint(path: &Path) -> Result<OpenedCheckpoint> {
     open_checkpoint_for_training(path, None)
 }
 
-/// Opens the checkpoint at `path`, written by any supported program, for a job that trains only the
-/// weights `trained`. HF Trainer and Accelerate store optimizer states by number. If some weights
-/// were frozen, assigning the states to weights needs the names in `trained`. With `None`, the
-/// result is that of [`open_checkpoint`].
+/// Opens the checkpoint at `path`, in any supported format, for a job that trains only the weights
+/// `trained` and freezes the others. HF Trainer and Accelerate store optimizer states by number. If
+/// some weights were frozen, assigning the states to weights needs the names in `trained`. With
+/// `None`, the result is that of [`open_checkpoint`].
 pub fn open_checkpoint_for_training(
     path: &Path,
     trained: Option<&HashSet<String>>,

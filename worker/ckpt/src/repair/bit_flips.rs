@@ -14,9 +14,10 @@ const CRC32_POLYNOMIAL: u32 = 0xEDB8_8320;
 /// size.
 const MEMBER_BYTES_MAX: u64 = 512 << 10;
 
-/// Finds the position of the single flipped bit that explains a wrong CRC-32 of `len` bytes of
-/// data. `difference` is the XOR of the CRC-32s before and after the flip. Returns the index of the
-/// byte and the mask of the bit. Returns `None` if no single bit explains the difference.
+/// Finds the one bit of `len` bytes of damaged data whose flip changed the CRC-32 of the data by
+/// `difference`. `difference` is the XOR of the CRC-32s before and after the flip. Returns the
+/// index of the byte and the mask of the bit. Returns `None` if no single bit explains the
+/// difference.
 pub(super) fn find_flipped_bit(difference: u32, len: u64) -> Option<(u64, u8)> {
     let mut reg = CRC32_POLYNOMIAL;
     for back in 0..len.checked_mul(8)? {
@@ -69,8 +70,8 @@ pub(super) fn revert_bit_flips(repair_dir: &mut RepairDir, name: &str) -> Result
     Ok(())
 }
 
-/// Formats the message about a repaired bit, including the probability that damage other than one
-/// flipped bit leads to this repair. `at` is the index of the byte in the member.
+/// Formats the message that a flipped bit in a torch file was repaired, with the probability that
+/// the repair hides other damage. `at` is the index of the byte in the member.
 fn describe_reverted_flip(name: &str, member: &ZipMember, at: u64, mask: u8) -> String {
     let chance = 8.0 * member.size() as f64 / (1u64 << 32) as f64 * 1e6;
     format!(

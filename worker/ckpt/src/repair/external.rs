@@ -16,9 +16,10 @@ const SEARCH_DEPTH_MAX: u32 = 4;
 /// Suffixes of the names of torch files.
 const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
 
-/// Repairs the copy `repair_dir` of a damaged checkpoint of another program, or of a directory with
-/// several checkpoints. If `repair_dir` contains several numbered checkpoints, repairs the newest
-/// one that can be completed, removes the newer ones, and keeps the older ones unchanged.
+/// Repairs checkpoints of another program by modifying `repair_dir`, a copy of the damaged
+/// checkpoint or of a directory with several checkpoints. If `repair_dir` contains several numbered
+/// checkpoints, repairs the newest one that can be completed, removes the newer ones, and keeps the
+/// older ones unchanged.
 pub(super) fn repair_external_checkpoint(repair_dir: &mut RepairDir) -> Result<()> {
     let checkpoints = Directory::open(&repair_dir.dir)?.list_numbered_directories(parse_checkpoint_name)?;
     if checkpoints.is_empty() || is_deepspeed_checkpoint(&repair_dir.dir)? {
@@ -59,8 +60,8 @@ fn is_deepspeed_checkpoint(path: &Path) -> Result<bool> {
         || !deepspeed::list_tags(path)?.is_empty())
 }
 
-/// Repairs one checkpoint of another program, in the subdirectory `directory` of the copy that a
-/// repair modifies. Reports repairs and losses in `repair_dir`.
+/// Repairs one checkpoint of another program, which `repair_dir`, the working copy of the damaged
+/// directory, contains in its subdirectory `directory`. Reports repairs and losses in `repair_dir`.
 fn repair_checkpoint(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let mut files = Vec::new();
     list_files_recursively(&repair_dir.dir, directory, SEARCH_DEPTH_MAX, &mut files)?;
@@ -110,8 +111,8 @@ fn repair_latest_tag(repair_dir: &mut RepairDir, directory: &str) -> Result<()> 
     Ok(())
 }
 
-/// Creates random generator state files (RNG) for the ranks that have none, in the subdirectory
-/// `directory` of the copy that a repair modifies. Reports the created files.
+/// Creates files with random generator states for ranks whose files are missing or invalid, in the
+/// subdirectory `directory` of the working copy `repair_dir`. Reports the created files.
 fn repair_rng_files(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     // without a checkpoint, RNG streams are useless

@@ -12,8 +12,8 @@ use std::path::Path;
 /// Number of bytes of a zip member that are copied at a time.
 const CHUNK_BYTES: u64 = 1 << 20;
 
-/// A lost model file of a DeepSpeed checkpoint, and another rank's model file that can be copied in
-/// place of the lost one.
+/// The name of a lost model file of a DeepSpeed checkpoint, and the name of another rank's model
+/// file that replaces it.
 #[derive(Debug)]
 pub(crate) struct ReplacementFile {
     /// Name of the lost file.
@@ -24,9 +24,9 @@ pub(crate) struct ReplacementFile {
     pub(crate) has_buffers: bool,
 }
 
-/// Finds the missing and damaged model files of a DeepSpeed checkpoint, and for each one a file of
-/// another rank that can replace it. Returns an empty list if no file is lost, the stage is not 3,
-/// no model file is readable, or optimizer files are missing.
+/// Finds the missing or damaged model files of a DeepSpeed checkpoint of ZeRO stage 3, and for each
+/// the model file of another rank as a replacement. Returns an empty list if no file is lost, the
+/// stage is not 3, no model file is readable, or optimizer files are missing.
 ///
 /// # Errors
 /// Fails if a lost file had the only copy of slices of frozen weights.
@@ -118,9 +118,9 @@ pub(crate) fn find_lost_model_files(path: &Path) -> Result<Option<LostModelFiles
     Ok((!files.is_empty()).then_some(LostModelFiles { stage, world, files }))
 }
 
-/// Writes a copy of the model file `donor.source_file` of another rank as the lost model file
-/// `donor.lost_file` of a DeepSpeed checkpoint. Removes a damaged file of this name first. The new
-/// file is not durable on return.
+/// Restores a lost model file of the DeepSpeed checkpoint in the directory `path` as a copy of
+/// another rank's model file. Removes a damaged file of this name first. The new file is not
+/// durable on return.
 pub(crate) fn write_replacement_file(path: &Path, donor: &ReplacementFile) -> Result<()> {
     let directory = Directory::open(path)?;
     let (file, size) = directory.open_file(&donor.source_file, nix::fcntl::OFlag::empty())?;

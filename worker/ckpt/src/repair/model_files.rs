@@ -11,9 +11,9 @@ use crate::diff::{DiffOptions, DiffSide, diff_checkpoints};
 use crate::error::Result;
 use crate::layout::deepspeed::{self, UNIVERSAL_SUFFIX};
 
-/// Rebuilds missing or damaged model files of the DeepSpeed checkpoint in the subdirectory `tag` of
-/// the copy that a repair modifies. Rebuilds the files from the model files of other ranks, or else
-/// from a universal checkpoint of the same state. Does nothing if no model file is lost.
+/// Rebuilds missing or damaged model files of the DeepSpeed checkpoint `tag` in `repair_dir`, the
+/// working copy of the damaged directory. Rebuilds the files from the model files of other ranks,
+/// or else from a universal checkpoint of the same state. Does nothing if no model file is lost.
 ///
 /// # Errors
 /// Fails if there is no universal checkpoint of this state, and the model files of other ranks
@@ -46,9 +46,10 @@ fn copy_model_files_from_ranks(repair_dir: &mut RepairDir, tag: &str) -> Result<
     Ok(())
 }
 
-/// Rebuilds the lost model files of a DeepSpeed checkpoint from the universal checkpoint `source`,
-/// which is converted to the layout of the lost files. Keeps these files only if every weight and
-/// optimizer state of the tag is then bit-equal to `source`. Returns whether the files were kept.
+/// Rebuilds the lost model files of a DeepSpeed checkpoint by converting the universal checkpoint
+/// `source` to a ZeRO checkpoint, from which the files are taken. Keeps these files only if every
+/// weight and optimizer state of the tag is then bit-equal to `source`. Returns whether the files
+/// were kept.
 fn copy_model_files_from_universal(
     repair_dir: &mut RepairDir,
     tag: &str,
@@ -92,8 +93,8 @@ fn copy_model_files_from_universal(
     Ok(false)
 }
 
-/// Returns true if the repaired DeepSpeed checkpoint `tag` is intact, and each tensor has the bits
-/// of that in the universal checkpoint `source`.
+/// Returns true if the repaired DeepSpeed checkpoint `tag` is intact, and all its tensors are
+/// bit-identical to those of the universal checkpoint `source`.
 fn has_same_state(repair_dir: &RepairDir, tag: &str, source: &ExternalCheckpoint) -> bool {
     let Ok(repaired) = open_if_sound(&repair_dir.dir.join(tag)) else { return false };
     let (a, b) = (

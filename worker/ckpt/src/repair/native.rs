@@ -10,9 +10,10 @@ use crate::layout::native::{step_dir_name, step_directories};
 use crate::save::{rebuild_from_parity, update_latest};
 use crate::verify::verify_checkpoints;
 
-/// Repairs the copy `repair_dir` of a damaged checkpoint, or of a directory of checkpoints, in
-/// launch's own format. In a directory, removes the checkpoints that can't be completed, points
-/// `latest` to the newest complete checkpoint, and repairs the gathered weights of the run.
+/// Repairs checkpoints in launch's own format by modifying `repair_dir`, a copy of the damaged
+/// checkpoint or of a directory with several checkpoints. In a directory, removes the checkpoints
+/// that can't be completed, points `latest` to the newest complete checkpoint, and repairs the
+/// gathered weights of the run.
 pub(super) fn repair_native_checkpoints(repair_dir: &mut RepairDir) -> Result<()> {
     if disk::path_exists(&repair_dir.dir.join(MANIFEST_FILE)) {
         return repair_step_checkpoint(repair_dir, "").map(drop);
@@ -43,9 +44,9 @@ pub(super) fn repair_native_checkpoints(repair_dir: &mut RepairDir) -> Result<()
     Ok(())
 }
 
-/// Rebuilds damaged blocks of one checkpoint in launch's own format from its parity files, in the
-/// copy that a repair modifies. Returns whether the checkpoint is sound after the repair. If not,
-/// adds the reasons to the losses.
+/// Rebuilds the damaged 1 MiB blocks of one checkpoint in launch's own format from its parity
+/// files, which hold XOR redundancy over the shards. Returns whether the checkpoint is sound after
+/// the repair. If not, adds the reasons to the losses.
 fn repair_step_checkpoint(repair_dir: &mut RepairDir, directory: &str) -> Result<bool> {
     let path = repair_dir.dir.join(directory);
     let report = verify_checkpoints(&path)?;

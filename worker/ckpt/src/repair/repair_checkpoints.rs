@@ -44,9 +44,9 @@ pub struct RepairReport {
     pub sound: bool,
 }
 
-/// Repairs the checkpoint at `path`, or the checkpoints in the directory `path`, in a copy, so that
-/// the original is not modified. Writes the result to a new directory only if the repair changed
-/// something.
+/// Repairs the checkpoint at `path`, or all checkpoints in the directory `path`, by changing files
+/// in a hidden copy of the directory. Writes the result to a new directory only if the repair
+/// changed something.
 ///
 /// # Errors
 /// Fails if `path` has no checkpoint, the output path can't be used, or I/O fails. A loss is not an
@@ -96,8 +96,8 @@ pub fn repair_checkpoints(path: &Path, options: &RepairOptions) -> Result<Repair
     Ok(report)
 }
 
-/// Renames the repaired copy of the checkpoint from its hidden name to `target`, if the repair has
-/// changed a file. An incomplete repair does not replace the original.
+/// Makes the repaired copy of the checkpoint visible at `target` by renaming it, if the repair has
+/// changed at least one file. An incomplete repair does not replace the original.
 fn publish_repaired_copy(
     repair_dir: &RepairDir,
     target: &Path,
@@ -119,7 +119,7 @@ fn publish_repaired_copy(
     Ok(())
 }
 
-/// Chooses the final path of the repaired copy of the checkpoint: that in `options`, or
+/// Returns the final path of the repaired checkpoint copy: the path that the user has given, or
 /// `NAME.repaired` next to the original. With `in_place`, the result has this path only until it
 /// replaces the original.
 ///
@@ -166,8 +166,8 @@ fn rename_repaired_copy(
     Ok(Some(kept))
 }
 
-/// Updates the lists of file hashes that launch stores next to exported weights and converted
-/// checkpoints, after a repair has replaced files.
+/// Updates the files in which launch lists the hashes of exported weights and converted
+/// checkpoints, because a repair has changed some listed files.
 fn update_output_records(repair_dir: &RepairDir) -> Result<()> {
     for directory in ["", RUN_WEIGHTS_DIR] {
         let (copy, original) = (repair_dir.dir.join(directory), repair_dir.original.join(directory));
@@ -178,8 +178,8 @@ fn update_output_records(repair_dir: &RepairDir) -> Result<()> {
     Ok(())
 }
 
-/// Verifies the repaired copy of the checkpoint, and reports damage and non-finite values that
-/// remain. Returns whether the repaired copy is sound.
+/// Verifies the repaired copy of the checkpoint, and adds damage, NaN and infinite values that it
+/// still contains to the report of the repair. Returns whether the repaired copy is sound.
 fn verify_repaired_copy(repair_dir: &mut RepairDir) -> Result<bool> {
     let report = match verify_checkpoints(&repair_dir.dir) {
         Ok(report) => report,
@@ -199,8 +199,8 @@ fn verify_repaired_copy(repair_dir: &mut RepairDir) -> Result<bool> {
     Ok(sound)
 }
 
-/// Lists the tensors of the verified checkpoints that have NaN or infinite values, as one line of
-/// text each.
+/// Returns one line of text for each tensor with NaN or infinite values, in those checkpoints of
+/// `report` that have no damage and no shards elsewhere.
 fn list_tensors_with_non_finite_values(report: &VerifyReport) -> Result<Vec<String>> {
     let mut lines = Vec::new();
     for c in report.checkpoints.iter().filter(|c| c.problems.is_empty() && c.elsewhere.is_empty()) {
@@ -226,8 +226,8 @@ fn convert_damage_to_loss(damage: &Damage) -> RepairLoss {
     }
 }
 
-/// Adds the unrepaired file or checkpoint `loss` to the report of a repair, unless the report
-/// already contains the reasons.
+/// Adds `loss`, a file or checkpoint that could not be repaired, to the report of the repair,
+/// unless all of its reasons are already reported.
 fn add_loss_if_new(repair_dir: &mut RepairDir, loss: RepairLoss) {
     let is_known = |reason: &String| repair_dir.lost.iter().any(|l| l.reasons.contains(reason));
     if !loss.reasons.iter().all(is_known) {

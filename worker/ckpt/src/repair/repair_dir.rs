@@ -1,5 +1,5 @@
-//! [`RepairDir`]: the copy of a damaged checkpoint directory, in which a repair changes files while
-//! the original stays unmodified.
+//! [`RepairDir`]: the working copy of a damaged checkpoint directory, in which a repair changes
+//! files so that the original stays unmodified.
 use super::repair_loss::RepairLoss;
 use crate::codec::disk::{self, Directory};
 use crate::error::{CkptError, Result};
@@ -26,14 +26,15 @@ pub(super) struct RepairDir {
 }
 
 impl RepairDir {
-    /// Replaces the hard link `name` in the copied checkpoint by a real copy of the file, so that
-    /// the repair can modify it. Only a file that was replaced in this way may be modified.
+    /// Replaces the hard link `name` in the working copy of the checkpoint by a separate file, so
+    /// that changes do not reach the original file. Only a file that was replaced in this way may
+    /// be modified.
     pub(super) fn replace_link_by_copy(&self, name: &str) -> Result<()> {
         self.copy_file_in(&self.original.join(name), name)
     }
 
-    /// Copies the file `from` to the relative path `name` in the copy of the checkpoint that a
-    /// repair modifies. Replaces an existing file.
+    /// Copies the file `from` into the working copy of the checkpoint, where it gets the path
+    /// `name` relative to the working copy's root. Replaces an existing file.
     pub(super) fn copy_file_in(&self, from: &Path, name: &str) -> Result<()> {
         let to = self.dir.join(name);
         disk::unlink(&to)?;
@@ -43,8 +44,8 @@ impl RepairDir {
         io::copy(&mut source, &mut target).map(drop).map_err(CkptError::io("copy", from))
     }
 
-    /// Writes a file with the relative path `name` and the content `content` to the copy of the
-    /// checkpoint that a repair modifies. Replaces an existing file.
+    /// Writes a file with the content `content` to the path `name` within the working copy of the
+    /// checkpoint. Replaces an existing file.
     pub(super) fn write_file(&self, name: &str, content: &[u8]) -> Result<()> {
         let to = self.dir.join(name);
         disk::unlink(&to)?;
@@ -60,8 +61,8 @@ impl RepairDir {
         TempDir(self.dir.with_file_name(name))
     }
 
-    /// Replaces the path of the repaired copy by the path of the original checkpoint in `lines`,
-    /// which are messages to the user.
+    /// Replaces the hidden path of the working copy in messages to the user by the path of the
+    /// original checkpoint.
     pub(super) fn substitute_original_paths(&self, lines: impl Iterator<Item = String>) -> Vec<String> {
         let (hidden, shown) = (self.dir.display().to_string(), self.original.display().to_string());
         let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -86,9 +87,9 @@ pub(super) fn join_subpath(directory: &str, name: &str) -> String {
     if directory.is_empty() { name.to_owned() } else { format!("{directory}/{name}") }
 }
 
-/// Appends the relative paths of all files in the subdirectory `directory` of `dir`, and in its
-/// subdirectories, to `found`. Descends at most `depth` levels below `directory`, and leaves out
-/// deeper files.
+/// Appends to `found` the path, relative to `dir`, of each file in the subdirectory `directory` of
+/// `dir` and in its subdirectories. Descends at most `depth` levels below `directory`, and leaves
+/// out deeper files.
 pub(super) fn list_files_recursively(
     dir: &Path,
     directory: &str,

@@ -20,7 +20,8 @@ impl RepairLoss {
         RepairLoss { subject: subject.into(), reasons, remark: String::new() }
     }
 
-    /// Adds the sentence `remark` to this entry of a repair's report.
+    /// Sets `remark`, an additional sentence for the user, in this report entry about a file that
+    /// could not be rebuilt.
     pub(super) fn with_remark(mut self, remark: impl Into<String>) -> RepairLoss {
         self.remark = remark.into();
         self

@@ -1,5 +1,5 @@
-//! Repairs DeepSpeed's universal checkpoints, by converting the ZeRO checkpoints of the same
-//! training state.
+//! Repairs a DeepSpeed universal checkpoint by converting a ZeRO checkpoint of the same training
+//! state, and copying the missing files from the result.
 use super::repair_dir::{RepairDir, join_subpath, list_files_recursively};
 use super::repair_loss::RepairLoss;
 use super::sound_checkpoint::open_if_sound;
@@ -16,12 +16,12 @@ use std::path::{Path, PathBuf};
 /// Maximum number of neighbouring directories that are searched for a ZeRO checkpoint of the same
 /// training state.
 const SIBLING_DIRS_MAX: usize = 64;
-/// Names of the files that are compared to decide whether two universal checkpoints have the same
-/// training state.
+/// Names of those files of a weight by whose content a repair decides whether two universal
+/// checkpoints were saved from the same training state.
 const COMPARED_TENSOR_FILES: [&str; 4] = ["fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "momentum_buffer.pt"];
 
-/// Repairs the newest repairable universal checkpoint in the subdirectory `directory` of the copy,
-/// and lets `latest_universal` name it.
+/// Repairs the newest universal checkpoint that can be repaired in a subdirectory of the working
+/// copy, and writes its name to `latest_universal`.
 pub(super) fn repair_universal(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     let opened = Directory::open(&path)?;
@@ -80,9 +80,9 @@ fn find_zero_checkpoints(repair_dir: &RepairDir, tag: &str) -> Result<Vec<Extern
     find_related_checkpoints(repair_dir, tag, name, deepspeed::is_tag_directory)
 }
 
-/// Finds intact ZeRO or universal checkpoints in and near the directory of the checkpoint `tag`,
-/// whose training state may be equal. `derive_name` derives the name of such a checkpoint from that
-/// of the tag, and `is_kind` recognizes the kind.
+/// Opens the intact checkpoints next to the checkpoint `tag`, and in neighboring directories, that
+/// may store its training state in the other DeepSpeed format. `derive_name` derives the name of
+/// such a checkpoint from that of the tag, and `is_kind` recognizes the kind.
 pub(super) fn find_related_checkpoints(
     repair_dir: &RepairDir,
     tag: &str,
@@ -95,9 +95,9 @@ pub(super) fn find_related_checkpoints(
     Ok(paths.filter(|p| path_exists(p) && is_kind(p)).filter_map(|p| open_if_sound(&p).ok()).collect())
 }
 
-/// Lists paths named `name` next to the checkpoint `tag`, and in neighboring directories, where a
-/// checkpoint with equal training state may exist. One path is next to the tag. The others are in
-/// the directories next to the one that contains the tag. The paths may not exist.
+/// Lists the paths, next to the checkpoint `tag` and in neighboring directories, where a checkpoint
+/// with the directory name `name` may exist. One path is next to the tag. The others are in the
+/// directories next to the one that contains the tag. The paths may not exist.
 fn list_candidate_paths(repair_dir: &RepairDir, tag: &str, name: &str) -> Result<Vec<PathBuf>> {
     let at = repair_dir.original.join(tag);
     let mut places =
@@ -114,9 +114,9 @@ fn list_candidate_paths(repair_dir: &RepairDir, tag: &str, name: &str) -> Result
     Ok(places)
 }
 
-/// Converts the ZeRO checkpoint `source` to a universal checkpoint, and copies from the result
-/// those files that the damaged universal checkpoint `tag` lacks. Copies nothing and returns false
-/// if the remaining files belong to another training state, or if no file is missing.
+/// Restores the missing files of the universal checkpoint `tag` from the ZeRO checkpoint `source`,
+/// which is converted to the universal format for this purpose. Copies nothing and returns false if
+/// the remaining files belong to another training state, or if no file is missing.
 fn copy_missing_files(repair_dir: &mut RepairDir, tag: &str, source: &ExternalCheckpoint) -> Result<bool> {
     let temp = repair_dir.temp_dir();
     if convert_checkpoint(source, &temp.0, &ConvertOptions::new(ConvertTarget::Universal), |_, _| ()).is_err()

@@ -20,8 +20,8 @@ use std::collections::BTreeMap;
 const SINGLE_WEIGHTS_FILE: &str = "model.safetensors";
 /// Name of the index file, which states in which safetensors file each weight is stored.
 const WEIGHT_INDEX_FILE: &str = "model.safetensors.index.json";
-/// The reason in a repair's report for weights that were exported from the training state again
-/// because their files were missing.
+/// The reason that a repair's report gives if weights were rebuilt from the training state, because
+/// the checkpoint had no weights files.
 const MISSING_WEIGHTS_REASON: &str = "the weights are missing";
 /// Maximum number of safetensors files that the weights of a model may have.
 const SHARDS_MAX: u64 = 100_000;
@@ -44,9 +44,9 @@ enum WeightsCondition {
     None,
 }
 
-/// Repairs the Hugging Face weights in the subdirectory `directory` of the copy that a repair
-/// modifies. Rebuilds the index, or gathers the weights from the DeepSpeed state in `directory`.
-/// Reports a loss if there is no such state.
+/// Repairs the Hugging Face weights files of one checkpoint, in the subdirectory `directory` of the
+/// working copy, by rebuilding the index or the weights. Rebuilds the index, or gathers the weights
+/// from the DeepSpeed state in `directory`. Reports a loss if there is no such state.
 pub(super) fn repair_external_weights(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     let opened = Directory::open(&path)?;
@@ -76,9 +76,9 @@ pub(super) fn repair_external_weights(repair_dir: &mut RepairDir, directory: &st
     }
 }
 
-/// Writes a rebuilt index file, which states the weights file of each tensor, and adds the index to
-/// the list of repaired files. `map` is the file by tensor name, and `bytes` the total size of the
-/// tensors.
+/// Writes the rebuilt index file, which maps each tensor name to its weights file, to the
+/// subdirectory `directory` of the working copy. `map` is the file by tensor name, and `bytes` the
+/// total size of the tensors.
 fn write_index(
     repair_dir: &mut RepairDir,
     directory: &str,
@@ -95,8 +95,9 @@ fn write_index(
     Ok(())
 }
 
-/// Repairs the full weights of a run in the directory `weights`, from the run's checkpoint `newest`
-/// if necessary. Does nothing if `repair_dir` has no such directory.
+/// Repairs the directory `weights` of a run, which contains its full weights, and rebuilds lost
+/// weights from the checkpoint `newest` of the run. Does nothing if `repair_dir` has no such
+/// directory.
 pub(super) fn repair_run_weights(repair_dir: &mut RepairDir, newest: &str) -> Result<()> {
     if !Directory::open(&repair_dir.dir)?.has_directory(RUN_WEIGHTS_DIR)? {
         return Ok(());
@@ -119,9 +120,9 @@ fn regather_from_native(repair_dir: &mut RepairDir, newest: &str, why: &str) -> 
     regather_weights(repair_dir, RUN_WEIGHTS_DIR, &checkpoint, Some(Dtype::BF16), &from, why)
 }
 
-/// Replaces the Hugging Face weights in a subdirectory of the copied checkpoint by weights from the
-/// DeepSpeed checkpoint in this subdirectory. Does nothing if the state isn't sound. `why` is the
-/// reason that the report gives for gathering the weights.
+/// Rebuilds the Hugging Face weights in the subdirectory `directory` of the working copy from the
+/// intact DeepSpeed checkpoint in the same subdirectory. Does nothing if the state isn't sound.
+/// `why` is the reason that the report gives for gathering the weights.
 fn regather_from_deepspeed(repair_dir: &mut RepairDir, directory: &str, why: &str) -> Result<()> {
     let Ok(state) = open_if_sound(&repair_dir.dir.join(directory)) else { return Ok(()) };
     let dtype = state.read_passthrough()?.precision;
@@ -172,8 +173,8 @@ fn parse_shard_name(name: &str) -> Option<(u64, u64)> {
     Some((number.parse().ok()?, count.parse().ok()?))
 }
 
-/// Finds out, from the names and headers of its files, whether a directory contains complete
-/// safetensors weights.
+/// Determines from file names and safetensors headers whether the weights in a directory are
+/// complete, damaged or absent, or only their index is wrong.
 fn determine_weights_condition(directory: &Directory) -> Result<WeightsCondition> {
     if directory.has_entry(SINGLE_WEIGHTS_FILE)? {
         return Ok(match safetensors::open_header(directory, SINGLE_WEIGHTS_FILE) {

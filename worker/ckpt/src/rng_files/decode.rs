@@ -21,8 +21,8 @@ const RNG_FILE_BYTES_MAX: u64 = 16 << 20;
 const STORAGE_BYTES_MAX: u64 = 64 << 10;
 /// Limit on the number of GPUs for which one rank may have random generator states.
 const GPUS_PER_RANK_MAX: usize = 1024;
-/// Python classes and functions that the pickle of a file with random generator states may name,
-/// which describe tensors and NumPy arrays.
+/// Names of the Python classes and functions that are allowed in the pickle of a rank's random
+/// generator states, such as those of NumPy arrays.
 const ALLOWED_GLOBALS: &[&[&str]] = &[
     TENSOR_GLOBALS,
     &[

@@ -12,9 +12,9 @@ use diagnostic::quantity::{format_bytes, format_count};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// Name of the JSON file in a checkpoint copy for another number of ranks that records the original
-/// checkpoint and the options. A later start with the same world size reuses a directory with a
-/// matching record.
+/// Name of the JSON file that launch writes to a checkpoint copy for another number of ranks, with
+/// the original checkpoint's name and the options. A later start with the same world size reuses a
+/// directory with a matching record.
 pub(super) const PREPARED_RECORD_FILE: &str = "launch_prepared.json";
 /// Maximum size in bytes of `launch_prepared.json`, the record of a checkpoint copy for another
 /// number of ranks.
@@ -47,8 +47,8 @@ pub(super) struct PreparedRecord {
 }
 
 impl PreparedRecord {
-    /// Creates the record of a copy for `world` ranks of the checkpoint in the directory `dir`,
-    /// which is named `from`. Computes the fingerprint of `dir`.
+    /// Creates the content of `launch_prepared.json` for a copy, made for `world` ranks, of the
+    /// checkpoint named `from` in the directory `dir`. Computes the fingerprint of `dir`.
     pub(super) fn new(dir: &Path, from: &str, world: u32, policy: String) -> Result<PreparedRecord> {
         let (format, source) = (PREPARED_RECORD_FORMAT.to_owned(), compute_source_fingerprint(dir)?);
         Ok(PreparedRecord {
@@ -62,8 +62,9 @@ impl PreparedRecord {
         })
     }
 
-    /// Returns true if both records describe a copy of one original checkpoint with an equal number
-    /// of ranks and policy. The summaries may differ.
+    /// Returns true if both records describe a copy of the same, unchanged checkpoint, made for an
+    /// equal number of ranks and with an equal policy for random generators. The summaries may
+    /// differ.
     pub(super) fn has_same_request(&self, other: &PreparedRecord) -> bool {
         *self == PreparedRecord { summary: self.summary.clone(), ..other.clone() }
     }
@@ -92,9 +93,9 @@ pub(super) fn needs_deepspeed_reshard(state: &ExternalCheckpoint, world: u32) ->
     facts.state.stage != Some(0) && facts.state.world.is_some_and(|w| w != world)
 }
 
-/// Fails if DeepSpeed's engine could not load the checkpoint in `dir`, because neither the file
-/// `latest` nor `latest_universal` exists. DeepSpeed's engine loads only a tag that one of these
-/// files names.
+/// Fails unless the directory `dir` has a file `latest` or `latest_universal`, from which
+/// DeepSpeed's engine learns which checkpoint (tag) to load. DeepSpeed's engine loads only a tag
+/// that one of these files names.
 pub(super) fn check_loadable_by_deepspeed(dir: &Path, state: &ExternalCheckpoint) -> Result<()> {
     match path_exists(&dir.join(LATEST_FILE)) || path_exists(&dir.join("latest_universal")) {
         true => Ok(()),
@@ -108,8 +109,8 @@ pub(super) fn check_loadable_by_deepspeed(dir: &Path, state: &ExternalCheckpoint
     }
 }
 
-/// Returns true if a copy of the checkpoint for another number of ranks gets a new version of the
-/// original directory's entry `name`.
+/// Returns true if the entry `name` of a checkpoint directory must be rewritten, and not linked, in
+/// a copy of the checkpoint for another number of ranks.
 pub(super) fn is_replaced_entry(state: &ExternalCheckpoint, name: &str) -> bool {
     name == state.facts().tag || [LATEST_FILE, "latest_universal", PREPARED_RECORD_FILE].contains(&name)
 }

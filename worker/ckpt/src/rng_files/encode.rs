@@ -137,8 +137,8 @@ impl PickleWriter {
         self.out.extend(b"\x86R");
     }
 
-    /// Writes a reference to a one-dimensional U8 tensor to the pickle, and stores its bytes for a
-    /// separate member of the torch file.
+    /// Writes a U8 tensor with the elements `bytes` to the pickle, as a reference to a tensor
+    /// storage that becomes a separate member of the torch file.
     fn write_tensor(&mut self, bytes: &[u8]) {
         let (key, len) = (self.storages.len().to_string(), bytes.len() as i64);
         self.storages.push(bytes.to_vec());

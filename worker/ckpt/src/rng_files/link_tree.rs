@@ -22,9 +22,9 @@ pub(crate) fn link_or_copy_tree(from: &Path, to: &Path, skip: &dyn Fn(&str) -> b
     link_or_copy_subtree(from, to, skip, DEPTH_MAX, &mut left)
 }
 
-/// Creates the directory `to` with hard links to, or copies of, all files in `from`, and fails for
-/// more than `depth` levels of subdirectories. Leaves out the entries of `from` itself whose names
-/// satisfy `skip`. Subtracts the number of duplicated entries from `left`.
+/// Duplicates the directory `from` as the new directory `to`, with hard links or copies of its
+/// files, including at most `depth` levels of directories. Leaves out the entries of `from` itself
+/// whose names satisfy `skip`. Subtracts the number of duplicated entries from `left`.
 ///
 /// # Errors
 ///

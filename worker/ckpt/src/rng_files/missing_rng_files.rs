@@ -24,9 +24,9 @@ pub(crate) struct CreatedRngFiles {
     pub(crate) decision: RngDecision,
 }
 
-/// Creates a file with random generator states for each rank below `world` that has no valid one,
-/// and replaces invalid files. Valid files stay unchanged. Returns `None` if every rank has a valid
-/// file, or if no rank has one.
+/// Creates a file with random generator states for each rank below `world` whose file is missing or
+/// invalid, using the states of the other ranks. Valid files stay unchanged. Returns `None` if
+/// every rank has a valid file, or if no rank has one.
 ///
 /// The streams are assigned by the rule for a changed number of ranks ([`reconcile_rng_states`]). A
 /// stream that all other ranks share is copied. A stream that differs between ranks is reseeded
@@ -93,8 +93,8 @@ pub(crate) fn create_missing_rng_files(
     Ok(Some(CreatedRngFiles { files, decision }))
 }
 
-/// Returns the largest number of CUDA generator states that one rank saved, which is the number of
-/// GPUs that the rank saw.
+/// Returns the largest number of GPUs whose CUDA generator states one rank saved, or `None` if no
+/// rank saved a list of such states.
 fn count_visible_gpus(old: &[RankRngStates]) -> Option<u32> {
     let lists = old.iter().filter_map(|s| match &s.cuda {
         Some(TorchCudaStates::PerDevice(devices)) => u32::try_from(devices.len()).ok(),

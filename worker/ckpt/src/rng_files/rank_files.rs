@@ -21,7 +21,8 @@ pub const RNG_RECORD_FILE: &str = "launch_rng.json";
 /// states come from.
 const RNG_RECORD_BYTES_MAX: u64 = 1 << 20;
 
-/// The random generator states of all ranks, as the files of a checkpoint directory store them.
+/// The random generator states of all ranks in a checkpoint directory, with the names of the ranks'
+/// files and the program that wrote them.
 #[derive(Clone, Debug)]
 pub struct AllRankRngStates {
     /// The format of the files: the program whose file names and dict keys they have.
@@ -144,9 +145,9 @@ pub fn compute_rng_state_digests(path: &Path) -> Result<Vec<RngStateDigest>> {
     Ok(rows.collect())
 }
 
-/// Writes one random generator state file per rank to the directory `path`, and a record of the
-/// checkpoint from which the states were taken. Fails if a file of the same name exists. The
-/// content of the files is durable on return, but not their directory entries.
+/// Writes one file of random generator states per rank to the directory `path`, and the file
+/// `launch_rng.json`, which states where they come from. Fails if a file of the same name exists.
+/// The content of the files is durable on return, but not their directory entries.
 pub(super) fn write_all_rank_states(
     path: &Path,
     writer: RngFormat,
@@ -164,8 +165,8 @@ pub(super) fn write_all_rank_states(
     Ok(())
 }
 
-/// The content of the file that records from which checkpoint launch took a directory's random
-/// generator states, and how ranks got them.
+/// The content of `launch_rng.json`, which states from which checkpoint launch took the random
+/// generator states in a directory, and how they were assigned to ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RngRecord {
     /// Name of the record's format, always `launch rng record`.

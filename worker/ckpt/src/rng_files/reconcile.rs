@@ -41,8 +41,8 @@ pub enum RngStreamScope {
     PerOwner,
 }
 
-/// The source of a new rank's random generator state after a change of the number of ranks, such as
-/// an old rank or a new seed.
+/// Where ranks get the state of a random generator after a change of the number of ranks: from old
+/// ranks, or from a new seed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RngStreamAssignment {
@@ -98,8 +98,8 @@ impl ReconcileOptions {
     }
 }
 
-/// The decision how the new ranks get the state of one random generator, such as NumPy's, after a
-/// change of the number of ranks.
+/// How the new ranks get the state of one random generator, such as NumPy's, after the number of
+/// ranks has changed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RngStreamDecision {
     /// Name of the kind of stream ([`RngStreamKind::name`]).
@@ -223,10 +223,10 @@ pub fn reconcile_rng_states(
     Ok((new, RngDecision { from_world, world, policy, generation, step, run_seed, streams }))
 }
 
-/// Returns the hash of the state with which one rank's random generator is compared with those of
-/// other ranks. Of the CUDA states, only the state of the rank's device is hashed, since a rank
-/// leaves the generators of other devices idle. Returns `None` if the rank has no stream of this
-/// kind.
+/// Returns the hash of a rank's random generator state, by which launch determines whether several
+/// ranks have the same state. Of the CUDA states, only the state of the rank's device is hashed,
+/// since a rank leaves the generators of other devices idle. Returns `None` if the rank has no
+/// stream of this kind.
 fn compute_comparable_digest(states: &RankRngStates, kind: RngStreamKind, rank: usize) -> Option<Hash> {
     match (kind, &states.cuda) {
         (RngStreamKind::TorchCuda, Some(cuda)) => rank_cuda_state(cuda, rank).map(|d| Hash::digest(&d.0)),
@@ -241,8 +241,8 @@ fn rank_cuda_state(cuda: &TorchCudaStates, rank: usize) -> Option<TorchCudaState
     devices.get(rank.checked_rem(devices.len())?).copied()
 }
 
-/// Determines whether all ranks share the state of the random generator `kind`, or each
-/// data-parallel rank or part of the model has a separate one.
+/// Determines which of the old ranks share the state of the random generator `kind`, from the
+/// options or by a comparison of their states.
 ///
 /// # Errors
 /// Fails if the options declare a stream as replicated and the states of the ranks differ.
@@ -297,8 +297,8 @@ fn decide_stream_assignment(
     }
 }
 
-/// Finds the old rank from which the new rank `rank` takes its random generator state, because both
-/// hold an equal part of the model.
+/// Finds the old rank whose random generator state the new rank `rank` takes over, because both
+/// hold the same part of the model.
 ///
 /// # Errors
 /// Fails if the options list no owners, or if no old rank had this owner.
@@ -358,10 +358,10 @@ fn reseed_rng_stream(states: &mut RankRngStates, kind: RngStreamKind, hash: &Has
     }
 }
 
-/// Replaces a rank's single CUDA generator state by a list with one state per visible GPU, as a run
-/// with several ranks expects. `options.gpus` is the number of visible GPUs. If `options.gpus` is
-/// `None`, derives the number from `old`, the states of the old ranks. Does nothing if the rank has
-/// no single CUDA state.
+/// Replaces a rank's single CUDA generator state by a list of states, one per visible GPU, which
+/// programs with several ranks expect in the file. `options.gpus` is the number of visible GPUs. If
+/// `options.gpus` is `None`, derives the number from `old`, the states of the old ranks. Does
+/// nothing if the rank has no single CUDA state.
 fn expand_cuda_states(states: &mut RankRngStates, old: &[RankRngStates], options: &ReconcileOptions) {
     let Some(TorchCudaStates::SingleDevice(state)) = states.cuda else { return };
     if options.world == 1 && options.gpus.is_none() {

@@ -52,8 +52,8 @@ pub struct PreparedCheckpoint {
 }
 
 impl PreparedCheckpoint {
-    /// Returns the original checkpoint directory `dir` for the case that the requested number of
-    /// ranks can resume from it without changes.
+    /// Creates the result for a checkpoint in `dir` from which the requested number of ranks can
+    /// resume without a modified copy.
     fn from_unchanged_original(dir: &Path, lines: Vec<String>) -> PreparedCheckpoint {
         PreparedCheckpoint { path: dir.to_owned(), decision: None, lines, is_reused: false }
     }
@@ -129,9 +129,9 @@ pub fn prepare_resume_directory(dir: &Path, options: &ReconcileOptions) -> Resul
     rewrite_for_world_size(dir, &checkpoint, old_world, options, resharded, record)
 }
 
-/// Writes a copy of a checkpoint for another number of ranks, or with newly seeded random
-/// generators, and returns its path. `resharded` is DeepSpeed's state, or `None` if no state must
-/// be resharded.
+/// Writes a copy of a checkpoint for `options.world` ranks, with assigned random generator states
+/// and resharded DeepSpeed state, and returns the path of the copy. `resharded` is DeepSpeed's
+/// state, or `None` if no state must be resharded.
 fn rewrite_for_world_size(
     dir: &Path,
     checkpoint: &HfCheckpoint,
@@ -328,9 +328,10 @@ impl HfCheckpoint {
         Ok((ranks, decision))
     }
 
-    /// Returns the number of times that the run's random generator states have been assigned to
-    /// ranks, plus 1 for the next assignment. Reads the record of the checkpoint, and the records
-    /// of earlier steps in the prepared directories next to the checkpoint.
+    /// Returns the number of the next assignment of random generator states to ranks within this
+    /// run, counted from 1 by the records of earlier assignments. Reads the record of the
+    /// checkpoint, and the records of earlier steps in the prepared directories next to the
+    /// checkpoint.
     fn next_rng_generation(&self) -> Result<u64> {
         let mut newest = RngRecord::read(&self.parent.join(&self.name))?.map_or(0, |r| r.decision.generation);
         for sibling in
@@ -362,15 +363,16 @@ fn prepared_sibling_path(parent: &Path, world: u32, name: &str) -> PathBuf {
     parent.join(format!("launch-w{world}")).join(name)
 }
 
-/// Returns true if launch created the directory `target` as a copy of the checkpoint `name` for
-/// another number of ranks.
+/// Returns true if the directory `target` is a copy, made by launch for another number of ranks, of
+/// the checkpoint `name`.
 fn was_prepared_from(target: &Path, name: &str) -> Result<bool> {
     let prepared = deepspeed_reshard::PreparedRecord::read(target).is_some_and(|r| r.from == name);
     Ok(prepared || RngRecord::read(target)?.is_some_and(|r| r.from == name))
 }
 
-/// Builds a copy of the checkpoint directory `dir` from links to its entries and from the new files
-/// that `fill` writes. Then renames the directory to its final name, and returns the final path.
+/// Creates a directory with links to the files of the checkpoint directory `dir` and with new
+/// files, which the callback `fill` writes. Then renames the directory to its final name, and
+/// returns the final path.
 ///
 /// # Errors
 /// Fails if the destination exists and may not be replaced, another process works in its parent

@@ -28,10 +28,11 @@ pub(super) struct RescaledScheduler {
     pub(super) summary: String,
 }
 
-/// Adapts the step counter in Accelerate's `scheduler.bin` from `old` to `world` processes, and
-/// returns the new content of the file. Returns `None` if the file does not exist, the numbers of
-/// processes are equal, or the counter isn't optimizer steps × `old`. `done` is the number of
-/// optimizer updates. If `done` is `None`, `optimizer.bin` states the number.
+/// Returns the content of Accelerate's `scheduler.bin` with a step counter for `world` processes
+/// instead of `old`, since the counter adds up the steps of all processes. Returns `None` if the
+/// file does not exist, the numbers of processes are equal, or the counter isn't optimizer steps ×
+/// `old`. `done` is the number of optimizer updates. If `done` is `None`, `optimizer.bin` states
+/// the number.
 ///
 /// # Errors
 /// Fails if the file is damaged, or its counter can't be rescaled.
@@ -77,9 +78,9 @@ pub(super) fn rescale_scheduler(
     Ok(Some(RescaledScheduler { name: SCHEDULER_FILE, bytes: zip.finish(&[]), summary }))
 }
 
-/// Reads how many optimizer steps were made, from the step counter of the first parameter in
-/// `optimizer.bin`. Returns `None` if the file has no step counter, or if the counter is not a
-/// whole number.
+/// Returns the number of optimizer steps that Accelerate's `optimizer.bin` records for its first
+/// parameter. Returns `None` if the file has no step counter, or if the counter is not a whole
+/// number.
 fn read_completed_steps(directory: &Directory) -> Result<Option<u64>> {
     let file = TorchFile::open(directory, OPTIMIZER_FILE, &[TENSOR_GLOBALS])?;
     let first = file.value().get("state").and_then(PickleView::as_pairs).and_then(|mut p| p.next());

@@ -11,7 +11,8 @@ use std::fmt;
 /// takes 8 bytes.
 const CPU_WORDS_OFFSET: usize = 24;
 
-/// The state of a Mersenne Twister random generator: its words, and how many of them were used.
+/// The state of a Mersenne Twister (MT19937) random generator: its 624 words, and how many of them
+/// were used since they were last generated.
 #[derive(Clone, PartialEq, Eq)]
 pub struct MersenneTwister {
     pub(crate) words: Box<[u32; MERSENNE_TWISTER_WORDS]>,
@@ -123,7 +124,8 @@ impl TorchCpuState {
         }
     }
 
-    /// Reads a little-endian u64 at the byte offset `offset` of the generator's state.
+    /// Reads a little-endian u64 at the byte offset `offset` of the bytes that
+    /// `torch.get_rng_state()` returned.
     fn read_u64_at(&self, offset: usize) -> u64 {
         let mut word = [0u8; 8];
         word.copy_from_slice(&self.0[offset..offset + 8]);

@@ -24,9 +24,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// rounding up to whole blocks.
 const OVERHEAD_BYTES: u64 = 4 << 20;
 
-/// The hidden directory to which all ranks write a checkpoint until it is complete, together with
-/// the lock of the checkpoint directory. Dropping the value releases the lock. The drop also
-/// removes the hidden directory if the save was neither committed nor prepared.
+/// The hidden directory to which all ranks write their shards during a save, and the lock on the
+/// checkpoint directory that prevents concurrent saves. Dropping the value releases the lock. The
+/// drop also removes the hidden directory if the save was neither committed nor prepared.
 pub struct StagingDir {
     pub(crate) root: PathBuf,
     pub(crate) dir: PathBuf,
@@ -104,9 +104,8 @@ pub fn commit_save(
     commit_save_replacing(staging, facts, reports, None, ReplaceMethod::AtomicExchange)
 }
 
-/// Completes a save whose ranks also wrote parity files (XOR redundancy) with
-/// [`crate::write_parity`], and lists these files in the manifest. `parity` has one report per
-/// rank.
+/// Completes a save with parity files (XOR redundancy over the shards): writes the manifest, and
+/// renames the hidden directory to its final name. `parity` has one report per rank.
 pub fn commit_save_with_parity(
     staging: StagingDir,
     facts: RunFacts,
@@ -116,8 +115,8 @@ pub fn commit_save_with_parity(
     commit_save_replacing(staging, facts, reports, Some(parity), ReplaceMethod::AtomicExchange)
 }
 
-/// Completes a save, and replaces an existing checkpoint of equal step, by exchanging the
-/// directories or by two renames, as `swap` selects.
+/// Completes a save, and replaces an existing checkpoint of equal step in the way that `swap`
+/// selects: an atomic exchange or two renames.
 pub(crate) fn commit_save_replacing(
     staging: StagingDir,
     facts: RunFacts,
@@ -296,8 +295,8 @@ pub(crate) fn publish_directory(from: &Path, to: &Path, how: ReplaceMethod) -> R
     rename_path(&aside, from)
 }
 
-/// Renames a file or directory, and passes a fault point before and after, at which a test can kill
-/// the process. Does not sync the parent directory.
+/// Renames a file or directory from `from` to `to`, between two fault points at which a test can
+/// kill the process. Does not sync the parent directory.
 fn rename_path(from: &Path, to: &Path) -> Result<()> {
     fault_points::run_between_fault_points("rename", || fs::rename(from, to))
         .map_err(CkptError::io("rename", from))

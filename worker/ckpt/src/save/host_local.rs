@@ -22,15 +22,16 @@ use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Temporary name of the file [`HOST_ID_FILE`] (the id of the host) until it is complete.
+/// Temporary name under which a host writes the file with its id ([`HOST_ID_FILE`]) before the
+/// complete file gets its final name.
 const HOST_ID_TEMP_FILE: &str = ".host-new";
-/// Maximum number of checkpoints that [`list_checkpoint_ids`] considers, starting with the newest
-/// step. Older ones are ignored.
+/// Maximum number of checkpoints in one directory that [`list_checkpoint_ids`] reads, newest steps
+/// first. Older ones are ignored.
 const LISTED_CHECKPOINTS_MAX: usize = 4096;
 
 impl StorageHost {
-    /// Reads the id of this host from its checkpoint directory `root`, or creates an id there, and
-    /// returns it together with the host's name. The id is the one stored in `root`, which is
+    /// Returns the identity of this host: the host's id from the checkpoint directory `root`,
+    /// created there if missing, and the host's name. The id is the one stored in `root`, which is
     /// created if it is missing or invalid. The name is `name` without control characters,
     /// truncated if it is long, or `unnamed` if it is empty. Creates `root` if needed.
     pub fn load_or_create(root: &Path, name: &str) -> Result<StorageHost> {
@@ -73,17 +74,17 @@ pub fn encode_host_local_manifest(
     manifest.encode()
 }
 
-/// A host's part of a checkpoint that is complete and durable on disk but has a hidden name until
-/// all hosts have completed their parts. Dropping this value keeps the hidden directory, since
-/// other hosts may complete their parts.
+/// A host's complete part of a checkpoint on disk, in a directory that keeps a hidden name until
+/// every host has completed its part. Dropping this value keeps the hidden directory, since other
+/// hosts may complete their parts.
 pub struct PreparedSave {
     staging: StagingDir,
     bytes: u64,
 }
 
 impl PreparedSave {
-    /// Checks the shards of the host `id` in the hidden directory of a save, writes the manifest
-    /// `text` there, and syncs the directory, but leaves the checkpoint hidden.
+    /// Checks that the shards of this host (with the id `id`) are complete in the hidden directory
+    /// of a save, writes the manifest `text` there, and syncs the directory.
     ///
     /// # Errors
     /// Fails if a shard is missing or has the wrong size, or the manifest is of another step. The
@@ -130,8 +131,8 @@ impl PreparedSave {
     }
 }
 
-/// What identifies a checkpoint on several hosts: its step and the hash of its manifest. All hosts
-/// of the checkpoint have the same identity.
+/// Identity of a checkpoint that several hosts store in parts: the step and the hash of the
+/// manifest. All hosts of the checkpoint have the same identity.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct HostLocalCheckpointId {
     /// Step of the checkpoint.
@@ -140,9 +141,9 @@ pub struct HostLocalCheckpointId {
     pub hash: String,
 }
 
-/// Lists the step and the manifest hash of each checkpoint in launch's own format in the directory
-/// `root`, newest first, without checkpoints that have a damaged manifest. Ignores all checkpoints
-/// but the newest 4096.
+/// Returns the steps and manifest hashes of the native checkpoints (launch's own format) with an
+/// intact manifest in the directory `root`, newest first. Ignores all checkpoints but the newest
+/// 4096.
 pub fn list_checkpoint_ids(root: &Path) -> Result<Vec<HostLocalCheckpointId>> {
     let checkpoints = step_directories::list_checkpoints(root)?.into_iter().take(LISTED_CHECKPOINTS_MAX);
     Ok(checkpoints
@@ -164,9 +165,9 @@ pub fn step_checkpoint_path(root: &Path, step: u64) -> PathBuf {
     step_directories::locate_step_checkpoint(root, step).unwrap_or_else(|| root.join(step_dir_name(step)))
 }
 
-/// Lists the hidden directories in `root` whose save was interrupted after the manifest was written
-/// and before the directory got its final name. Returns the identity and the path of each. The list
-/// is empty if `root` does not exist.
+/// Lists the hidden directories that interrupted saves left in `root` after writing the manifest
+/// and before renaming the directory. Returns the identity and the path of each. The list is empty
+/// if `root` does not exist.
 pub fn list_prepared_saves(root: &Path) -> Result<Vec<(HostLocalCheckpointId, PathBuf)>> {
     if !disk::path_exists(root) {
         return Ok(Vec::new());

@@ -27,8 +27,8 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Distance in bytes between the starts of consecutive regions of a host's memory file, where each
-/// region has space for one copy of a rank's training state.
+/// Size in bytes of each region of a host's memory file, in which one copy of a rank's training
+/// state is stored.
 const REGION_BYTES: u64 = 1 << 40;
 /// Size in bytes of the header at the beginning of a memory copy, a copy of a rank's training state
 /// in host memory.
@@ -36,20 +36,21 @@ pub const COPY_HEADER_BYTES: u64 = 4096;
 /// Maximum size in bytes of the JSON that describes a memory copy, a copy of a rank's training
 /// state in host memory.
 const DESCRIPTION_BYTES_MAX: u64 = 256 << 20;
-/// Maximum number of ranks of a job whose training state a host can keep in its memory.
+/// Limit on the number of ranks in a job that keeps copies of the ranks' training states in host
+/// memory.
 const STORED_RANKS_MAX: u32 = 1 << 21;
 /// The first bytes of the header of a memory copy (a rank's training state in host memory): a name
 /// and the version of the format.
 const MAGIC: [u8; 16] = *b"launch copy   1\n";
-/// Number of bytes at the start of a header that the hash in this header covers, for copies of
-/// ranks' training states in host memory.
+/// Number of leading bytes, in the header of a copy of a rank's training state in host memory, over
+/// which the header's hash is computed.
 const HASHED_HEADER_BYTES: usize = 64;
 /// The name that error messages use for the memory file with copies of training states.
 const STORE_NAME: &str = "memory copies";
 
-/// Identifies one training state that all ranks copied to host memory: its step, its number among
-/// the copies of the run, the attempt (start of all workers) and the world size. All copies of the
-/// state have the same identity.
+/// Identifies one training state that all ranks copied to host memory: the step, the number of
+/// earlier copies, the attempt (start of all workers) and the world size. All copies of the state
+/// have the same identity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MemoryCopyId {
@@ -156,8 +157,8 @@ impl RegionHeader {
     }
 }
 
-/// Returns the byte offset in the memory file of copy number `sequence` (numbered from 0 in the
-/// run) of the training state of `rank`.
+/// Returns the byte offset of a region in the memory file: the region in which copy number
+/// `sequence` of the training state of `rank` is stored.
 fn locate_region(rank: u32, sequence: u64) -> Result<u64> {
     match rank < STORED_RANKS_MAX {
         true => Ok((u64::from(rank) * 2 + sequence % 2) * REGION_BYTES),
@@ -217,8 +218,9 @@ impl MemoryStore {
         Ok(header.image_bytes())
     }
 
-    /// Writes the byte slices `parts`, one after another, to the memory file, starting at `offset`,
-    /// and computes the hash of each 1 MiB block. Returns the number of bytes and the hashes.
+    /// Writes the byte slices `parts` one after another to the memory file, starting at `offset`,
+    /// and returns their total size and the hash of each 1 MiB block. Returns the number of bytes
+    /// and the hashes.
     fn write_blocks(&self, offset: u64, parts: &[&[u8]], threads: usize) -> Result<(u64, Vec<Hash>)> {
         let mut starts = Vec::with_capacity(parts.len());
         let mut total = 0u64;
@@ -263,8 +265,8 @@ impl MemoryStore {
         Ok(copies)
     }
 
-    /// Lists the numbers of the regions in the memory file that contain data, where each region has
-    /// space for one copy of a rank's training state.
+    /// Returns the numbers of the regions that contain data in the memory file, which has one
+    /// region for each copy of a rank's training state.
     fn list_used_regions(&self) -> Result<Vec<u64>> {
         let length = self.file.metadata().map_err(store_error("examine"))?.len();
         let (mut at, mut regions) = (0, Vec::new());
@@ -314,8 +316,8 @@ impl MemoryStore {
         }
     }
 
-    /// Returns the size in bytes, including the header, of copy number `sequence` (numbered from 0
-    /// in the run) of the training state of `rank`.
+    /// Returns the size in bytes, with the header, of copy number `sequence` of the training state
+    /// of `rank` in this host's memory.
     ///
     /// # Errors
     /// Fails if the copy is not complete.
@@ -326,17 +328,17 @@ impl MemoryStore {
         header.map(|header| header.image_bytes()).ok_or_else(torn)
     }
 
-    /// Reads bytes of copy number `sequence` (numbered from 0 in the run) of the training state of
-    /// `rank` into `out`, starting at byte `offset` of the copy. Another host stores these bytes,
+    /// Reads bytes from copy number `sequence` of the training state of `rank` in this host's
+    /// memory into `out`, starting at byte `offset` of the copy. Another host stores these bytes,
     /// too. The copy begins with its header.
     pub fn read_copy_image(&self, rank: u32, sequence: u64, offset: u64, out: &mut [u8]) -> Result<()> {
         let region = locate_region(rank, sequence)?;
         self.file.read_exact_at(out, region + offset).map_err(store_error("read"))
     }
 
-    /// Writes `bytes`, which another host sent, at byte `offset` of copy number `sequence`
-    /// (numbered from 0 in the run) of the training state of `rank` in this host's memory. The
-    /// bytes at offset 0 must be written last, because they complete the copy.
+    /// Writes `bytes` from another host to copy number `sequence` of the training state of `rank`
+    /// in this host's memory, at byte `offset` of the copy. The bytes at offset 0 must be written
+    /// last, because they complete the copy.
     ///
     /// # Errors
     /// Fails if the bytes do not fit into the region, or the host has too little memory.
@@ -348,8 +350,8 @@ impl MemoryStore {
         self.write_at(region + offset, bytes)
     }
 
-    /// Invalidates the older copy of the training state of `rank` in the memory region that copy
-    /// number `sequence` (numbered from 0 in the run) will overwrite.
+    /// Invalidates the old copy of the training state of `rank` in the memory region where copy
+    /// number `sequence` of the run will be stored.
     pub fn invalidate_copy_image(&self, rank: u32, sequence: u64) -> Result<()> {
         self.invalidate_region(locate_region(rank, sequence)?)
     }
@@ -378,8 +380,8 @@ impl MemoryStore {
     }
 }
 
-/// Parses the description of a copy of a rank's training state in host memory, which another rank
-/// sent.
+/// Parses the text that another rank sent to describe a copy of a rank's training state in host
+/// memory, after checking the text against `hash`.
 ///
 /// # Errors
 /// Fails if the text does not match `hash` or is not valid.

@@ -1,11 +1,12 @@
-//! Checks the output path that a user gave to an operation that writes a directory.
+//! Checks that an operation may create or replace the output directory that the user gave, such as
+//! the target of `launch ckpt convert`.
 use super::output_record::OutputRecordKind;
 use crate::codec::disk::{self, Directory};
 use crate::error::{CkptError, OutputProblem, Result};
 use std::path::{Path, PathBuf};
 
-/// Checks the path `out`, to which the user wants an operation to write a directory, and divides it
-/// into its parent directory and its name. Creates the parent directory if needed.
+/// Checks that an operation may create or replace the output directory `out`, and returns the
+/// parent directory and the name of `out`. Creates the parent directory if needed.
 ///
 /// # Errors
 /// Fails if `out` exists and can't be replaced (see [`check_output_replaceable`]), or is inside of
@@ -37,10 +38,9 @@ pub(crate) fn resolve_output_path(
     Ok((parent, name))
 }
 
-/// Fails with [`CkptError::OutputRejected`] unless the directory `out` is empty, or `force` is true
-/// and an earlier run of the same operation wrote every file in `out`. An empty directory may be
-/// replaced. Other directories may be replaced if `force` is true and the operation of the marker
-/// wrote every file.
+/// Checks that the output directory `out` may be replaced: it is empty, or `force` is true and the
+/// same operation wrote all files in it earlier. An empty directory may be replaced. Other
+/// directories may be replaced if `force` is true and the operation of the marker wrote every file.
 fn check_output_replaceable(out: &Path, force: bool, marker: &OutputRecordKind) -> Result<()> {
     let rejected = |problem| Err(CkptError::output_rejected(out, problem));
     if !out.is_dir() {

@@ -20,8 +20,8 @@ const RECORD_BYTES_MAX: u64 = 256 << 20;
 /// The version number that this program writes into its lists of written files (records). Version 1
 /// had only names, no hashes.
 const RECORD_VERSION: u32 = 2;
-/// Number of levels of subdirectories in which a repaired checkpoint is searched for files that are
-/// missing in its list of written files.
+/// Number of levels of subdirectories in which launch searches a repaired checkpoint for new files,
+/// which it adds to the checkpoint's list of written files.
 const SEARCH_DEPTH_MAX: u32 = 4;
 
 /// Describes the list of written files of one command (gathering weights or converting a
@@ -35,14 +35,15 @@ pub(crate) struct OutputRecordKind {
     pub(crate) operation: &'static str,
 }
 
-/// Identifies directories with gathered weights, by their list of written files, `gathered.json`.
+/// File name, format and command of `gathered.json`, the list of the files that `launch ckpt
+/// gather` wrote to a directory.
 pub(crate) const GATHER_RECORD_KIND: OutputRecordKind = OutputRecordKind {
     file: "gathered.json",
     format: "launch gathered weights",
     operation: "`launch ckpt gather`",
 };
-/// Identifies directories with a converted checkpoint, by their list of written files,
-/// `converted.json`.
+/// File name, format and command of `converted.json`, the list of the files that `launch ckpt
+/// convert` wrote to a directory.
 pub(crate) const CONVERT_RECORD_KIND: OutputRecordKind = OutputRecordKind {
     file: CONVERT_RECORD_FILE,
     format: "launch converted checkpoint",
@@ -112,8 +113,8 @@ impl<'de> Deserialize<'de> for RecordedFile {
     }
 }
 
-/// A serde visitor that deserializes one file in a list of written files, which is an object, or
-/// only a name in version 1 of the list.
+/// Serde visitor that reads one entry of a list of written files, either as an object or, in
+/// version 1 of the list, as a bare file name.
 struct RecordedFileVisitor;
 
 impl<'de> Visitor<'de> for RecordedFileVisitor {
@@ -141,8 +142,8 @@ impl<'de> Visitor<'de> for RecordedFileVisitor {
 }
 
 impl OutputRecordKind {
-    /// Creates the list of the files `files` (record) that launch wrote when it gathered weights or
-    /// converted a checkpoint.
+    /// Creates the record of an output directory: the list `files` of the files that launch wrote
+    /// there when it gathered weights or converted a checkpoint.
     pub(crate) fn make_record(&self, files: Vec<RecordedFile>) -> OutputRecord {
         let program = format!("launch {}", env!("CARGO_PKG_VERSION"));
         OutputRecord { format: self.format.into(), program, files, ..OutputRecord::default() }
@@ -202,18 +203,18 @@ impl OutputRecordKind {
 }
 
 impl OutputRecord {
-    /// Returns the names of the top-level files and subdirectories of the output directory that the
-    /// list of written files mentions.
+    /// Returns the first path component of every file name in this record: the recorded files and
+    /// subdirectories at the top level of the output directory.
     pub(crate) fn list_recorded_entries(&self) -> BTreeSet<&str> {
         self.files.iter().map(|f| f.name.split('/').next().unwrap_or_default()).collect()
     }
 }
 
-/// Rewrites the lists of written files (records) in the directory `copy` after a repair, so that
-/// they list the files that `copy` now contains. `copy` was made from the directory `original`, and
-/// files were then replaced, added or removed in it. Keeps the recorded hashes of the files
-/// `restored`, since a repair must have restored exactly their recorded content. Does nothing for
-/// records that are damaged or have no hashes.
+/// Updates launch's lists of written files (records) in `copy`, a repaired copy of a checkpoint
+/// directory, to match the files that `copy` now contains. `copy` was made from the directory
+/// `original`, and files were then replaced, added or removed in it. Keeps the recorded hashes of
+/// the files `restored`, since a repair must have restored exactly their recorded content. Does
+/// nothing for records that are damaged or have no hashes.
 ///
 /// # Errors
 /// Fails if a file of `copy` cannot be read, or a record cannot be written.

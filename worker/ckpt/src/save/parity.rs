@@ -40,8 +40,8 @@ pub struct ParityFileReport {
     pub blocks: Vec<Hash>,
 }
 
-/// Writes this rank's parity file (its share of the XOR of all ranks' files) to the hidden
-/// directory of a save, and syncs it. Must be called after all ranks have written their shards.
+/// Writes and syncs this rank's parity file (a share of the XOR of all ranks' checkpoint files) in
+/// the hidden directory of a save. Must be called after all ranks have written their shards.
 /// `shards` has one report per rank. Verifies every block that is read, so that a faulty write of a
 /// shard is detected before the commit. Needs 40 MiB of memory.
 ///
@@ -94,9 +94,9 @@ pub fn write_parity(
     Ok(ParityFileReport { rank, world, file, bytes, blocks })
 }
 
-/// Plans the order in which the blocks with the numbers in `blocks` are read from all ranks' files
-/// (shards): [`WINDOW_BLOCKS`] blocks of each file at a time. Reads of the same blocks of all
-/// shards are adjacent. `sizes` are the sizes of the shards in bytes.
+/// Returns the reads, in order, of the blocks `blocks` of all ranks' files (shards) for computing
+/// parity: [`WINDOW_BLOCKS`] blocks of each file at a time. Reads of the same blocks of all shards
+/// are adjacent. `sizes` are the sizes of the shards in bytes.
 fn order_block_reads(sizes: &[u64], blocks: Range<u64>) -> Vec<BlockRequest> {
     let mut jobs = Vec::new();
     let mut start = blocks.start;
@@ -176,8 +176,8 @@ fn read_file_size(file: &Option<File>) -> Option<u64> {
     file.as_ref()?.metadata().ok().map(|m| m.len())
 }
 
-/// The opened ranks' files (shards) and parity files of a checkpoint, each of which may be missing.
-/// `None` stands for a file that can't be opened.
+/// The open file handles of all shards (ranks' files) and parity files of a checkpoint. `None`
+/// stands for a file that can't be opened.
 struct CheckpointFiles<'m> {
     manifest: &'m Manifest,
     sizes: Vec<u64>,
@@ -219,8 +219,8 @@ impl<'m> CheckpointFiles<'m> {
         (entry.blocks.get(block as usize) == Some(&Hash::digest(&bytes))).then_some((bytes, true))
     }
 
-    /// Computes the XOR of the block number `block` of all ranks' files (shards), or of all but the
-    /// one of rank `except`. Returns `None` if one of these blocks is damaged.
+    /// Computes the XOR of block number `block` over the shards (files) of all ranks, leaving out
+    /// the shard of rank `except` if given. Returns `None` if one of these blocks is damaged.
     fn xor_shards(&self, block: u64, except: Option<usize>) -> Option<Vec<u8>> {
         let mut sum = Vec::new();
         for (i, entry) in self.manifest.files.iter().enumerate() {
@@ -267,10 +267,10 @@ fn read_intact_block(file: Option<&File>, entry: &FileEntry, block: u64) -> Opti
 }
 
 /// Writes a complete version of a file to the directory `to` if blocks of the file had to be
-/// rebuilt or its size is wrong. Adds a line about the file to `done`. `size` is the size of the
-/// existing file, or `None` if the file is missing. `read` returns the block with the given index,
-/// and whether this block was rebuilt. If a block can't be rebuilt, reports the file as lost and
-/// leaves it unchanged.
+/// rebuilt or the file has the wrong size. Adds a line about the file to `done`. `size` is the size
+/// of the existing file, or `None` if the file is missing. `read` returns the block with the given
+/// index, and whether this block was rebuilt. If a block can't be rebuilt, reports the file as lost
+/// and leaves it unchanged.
 fn rewrite_file_if_damaged(
     entry: &FileEntry,
     size: Option<u64>,

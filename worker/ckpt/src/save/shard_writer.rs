@@ -70,8 +70,8 @@ impl PieceElements<'_> {
     }
 }
 
-/// What a rank reports about a piece of a tensor that it wrote to its file: which elements the
-/// piece contains, and at which byte of the file they begin.
+/// A rank's report on one tensor piece in its checkpoint file: which elements the piece contains,
+/// and at which byte of the file they begin.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WrittenPieceReport {
     /// Name of the tensor.
@@ -88,7 +88,7 @@ pub struct WrittenPieceReport {
     pub offset: u64,
 }
 
-/// The description of a written rank's file (shard), which the rank sends to rank 0 for
+/// A rank's description of the checkpoint file (shard) that it wrote, sent to rank 0 for
 /// [`crate::commit_save`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShardReport {
@@ -106,10 +106,10 @@ pub struct ShardReport {
     pub pieces: Vec<WrittenPieceReport>,
 }
 
-/// Writes this rank's file (shard) of a checkpoint to the hidden directory of a save
-/// ([`crate::StagingDir::path`]), and syncs it. The shard is a safetensors file with one tensor
-/// `role/name@start` per piece, in the order of `pieces`. Omits empty pieces. Needs 24 MiB of
-/// memory in addition to the pieces.
+/// Writes and syncs this rank's file (shard) of a checkpoint in the hidden directory of a save
+/// ([`crate::StagingDir::path`]). The shard is a safetensors file with one tensor `role/name@start`
+/// per piece, in the order of `pieces`. Omits empty pieces. Needs 24 MiB of memory in addition to
+/// the pieces.
 ///
 /// # Errors
 /// Fails with [`CkptError::InvalidSave`] if `rank` is not below `world`, or a piece is given twice.

@@ -16,9 +16,9 @@ pub enum CoverageError {
     Outside(Range<u64>),
 }
 
-/// Finds the first place at which `sorted`, ranges sorted by start, do not cover `0..total` exactly
-/// once: a gap, an overlap, or a range that ends after `total`. Returns `None` if there is no such
-/// place.
+/// Finds the first place where the ranges in `sorted` (sorted by start) do not cover `0..total`
+/// exactly once: a gap, an overlap, or a range that ends after `total`. Returns `None` if there is
+/// no such place.
 pub(crate) fn find_coverage_error(
     total: u64,
     sorted: impl IntoIterator<Item = Range<u64>>,
@@ -39,10 +39,10 @@ pub(crate) fn find_coverage_error(
     (done < total).then_some(CoverageError::Gap(done..total))
 }
 
-/// Finds the items of the slice `sorted` whose ranges overlap the range `wanted`, and yields their
-/// indices with the overlapping parts. `range_of` returns the range of an item. The caller must
-/// sort the items by range, and the ranges must have no gaps. Yields the index of each item whose
-/// range overlaps `wanted`, and the intersection.
+/// Iterates over the ranges in `sorted` that overlap the range `wanted`, and yields the index and
+/// the overlapping part of each one. `range_of` returns the range of an item. The caller must sort
+/// the items by range, and the ranges must have no gaps. Yields the index of each item whose range
+/// overlaps `wanted`, and the intersection.
 pub(crate) fn intersect_ranges<'a, T>(
     sorted: &'a [T],
     range_of: impl Fn(&T) -> Range<u64> + 'a,

@@ -62,9 +62,8 @@ impl TensorRole {
         !matches!(self, TensorRole::Weight | TensorRole::Buffer)
     }
 
-    /// Returns the shape of a tensor of this kind, such as a second moment, that belongs to a
-    /// weight with the shape `weight`. Returns `None` if optimizers keep no such state for the
-    /// weight.
+    /// Returns the shape that a tensor of this kind, such as a second moment, has for a weight with
+    /// the shape `weight`. Returns `None` if optimizers keep no such state for the weight.
     pub fn tensor_shape_for_weight<N>(self, weight: &[N]) -> Option<&[N]> {
         match (self, weight) {
             (TensorRole::ExpAvgSqRow, [_, _]) => Some(&weight[..1]),

@@ -108,9 +108,9 @@ fn verify_files(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
     Ok(report)
 }
 
-/// Verifies the checkpoint of another program at `path` against the CRC-32s in its files, and adds
-/// the result to `report`. Returns whether there is an external checkpoint at `path`, damaged or
-/// not. `name` is the file name of `path`.
+/// Verifies the checkpoint at `path`, which another program wrote, against the CRC-32s in the
+/// checkpoint's files, and adds the result to `report`. Returns whether there is an external
+/// checkpoint at `path`, damaged or not. `name` is the file name of `path`.
 fn verify_external(
     path: &Path,
     name: &str,
@@ -137,8 +137,8 @@ fn verify_external(
     Ok(true)
 }
 
-/// Creates the report about a checkpoint of another program that cannot be opened because of the
-/// error `e`. The problems are the error, and all damage that a scan of the files finds.
+/// Creates the verification report about another program's checkpoint at `path` that failed to open
+/// with the error `e`. The problems are the error, and all damage that a scan of the files finds.
 fn make_unreadable_report(path: &Path, name: &str, e: CkptError) -> Result<CheckpointReport> {
     let at = match &e {
         CkptError::Damaged { path, .. } | CkptError::Missing { path, .. } if path.is_dir() => path.clone(),

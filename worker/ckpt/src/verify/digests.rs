@@ -1,5 +1,5 @@
-//! Verifies gathered weights and converted checkpoints against the BLAKE3 hashes that launch
-//! recorded when it wrote these files.
+//! Verifies the output of `launch ckpt gather` and `launch ckpt convert` against the BLAKE3 hashes
+//! that launch recorded when it wrote the files.
 use super::report::convert_error_to_damage;
 use crate::codec::disk::{Directory, OffsetReader, ReadBuffers, hash_open_file};
 use crate::error::{CkptError, Damage, DamageReason, Result};
@@ -12,13 +12,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Limit on the number of threads that verify hashes. More threads would only wait for the disk.
 const THREADS_MAX: usize = 16;
-/// Maximum number of bytes in holes of sparse files that the verification of one output directory
-/// hashes. Without the limit, a file that takes little space on the disk could take very long to
+/// Maximum number of bytes in holes of sparse files that are hashed in order to verify one output
+/// directory. Without the limit, a file that takes little space on the disk could take very long to
 /// hash.
 const HOLE_BYTES_MAX: u64 = 16 << 30;
 
-/// The result of verifying gathered weights and converted checkpoints against the hashes that
-/// launch recorded when it wrote these files.
+/// Result of verifying the output of `launch ckpt gather` and `launch ckpt convert` against the
+/// hashes that launch recorded when it wrote the files.
 #[derive(Default)]
 pub(super) struct RecordedFileResults {
     /// Device and inode number of every file that matches its hash.
@@ -51,8 +51,9 @@ impl RecordedFileResults {
     }
 }
 
-/// Verifies gathered weights and converted checkpoints in the directories `roots` against the
-/// hashes that launch recorded when it wrote these files. Skips those for which `is_due` is false.
+/// Verifies the output of `launch ckpt gather` and `launch ckpt convert` in the directories `roots`
+/// against the hashes that launch recorded when it wrote the files. Skips those for which `is_due`
+/// is false.
 ///
 /// # Errors
 /// Fails if a directory cannot be opened. A damaged record or file is a problem in the result.
@@ -121,9 +122,9 @@ fn verify_record(
     }
 }
 
-/// Finds the subdirectories of an output directory that do not exist, although its list of written
-/// files (record) names files in them. Returns the number of recorded files of each. A program that
-/// continues the training may have removed an old state.
+/// Finds the subdirectories that are missing in an output directory although launch's list of
+/// written files (record) names files in these subdirectories. Returns the number of recorded files
+/// of each. A program that continues the training may have removed an old state.
 fn find_absent_directories<'r>(directory: &Directory, record: &'r OutputRecord) -> BTreeMap<&'r str, usize> {
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
     for file in &record.files {

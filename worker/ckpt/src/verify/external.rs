@@ -56,16 +56,16 @@ pub(crate) fn verify_opened_checkpoint(
     Ok((report, warnings))
 }
 
-/// Verifies those files of the checkpoint that launch wrote when it gathered weights or converted a
-/// checkpoint, against the hashes that it recorded then.
+/// Verifies a checkpoint's files against the hashes in `gathered.json` and `converted.json`, the
+/// records of files that launch itself wrote.
 fn verify_records(checkpoint: &ExternalCheckpoint) -> Result<RecordedFileResults> {
     let names: BTreeSet<&str> = checkpoint.store.files.iter().map(|f| f.name.as_str()).collect();
     let is_due = |name: &str| !checkpoint.is_single_file || names.contains(name);
     verify_recorded_files(&[checkpoint.path(), checkpoint.facts().root.as_path()].into(), &is_due)
 }
 
-/// Appends the damage in `recorded` to `problems`, but skips every file name that `problems`
-/// already contains.
+/// Appends the damage that recorded hashes revealed (`recorded`) to `problems`, except for files
+/// whose names `problems` already contains.
 pub(super) fn add_record_problems(problems: &mut Vec<Damage>, recorded: Vec<Damage>) {
     let file_name = |name: &str| name.rsplit('/').next().unwrap_or_default().to_owned();
     let known: BTreeSet<String> = problems.iter().map(|p| file_name(&p.file)).collect();

@@ -138,8 +138,8 @@ impl ShardToVerify<'_> {
     }
 }
 
-/// Creates the damage report of a file whose size is `found` bytes instead of the size in the
-/// manifest.
+/// Creates the damage report of a checkpoint file whose size, `found` bytes, differs from the size
+/// in the manifest.
 fn describe_size_mismatch(entry: &FileEntry, found: u64) -> Damage {
     Damage::for_file(&entry.name, DamageReason::SizeMismatch { expected: entry.bytes, found })
 }
@@ -167,7 +167,7 @@ fn verify_parity_file(
         .map(drop)
 }
 
-/// Verifies the first `readable` blocks (of 1 MiB each) of a file against their hashes in the
+/// Verifies the blocks 0 to `readable` − 1 (1 MiB each) of a file against the hashes in the
 /// manifest, and adds the problems to `report`. `describe_error` makes the text of a problem from
 /// the blocks that cannot be read. Blocks in holes of a sparse file are not read. Returns whether
 /// the first block is valid.
@@ -232,7 +232,8 @@ fn block_length(entry: &FileEntry, block: u64) -> usize {
     (entry.bytes - block * BLOCK_BYTES as u64).min(BLOCK_BYTES as u64) as usize
 }
 
-/// Lists the ranges of block numbers below `end` that the sorted ranges `stored` leave out.
+/// Returns the ranges of block numbers from 0 to `end` (exclusive) that no range in the sorted list
+/// `stored` contains.
 fn list_gaps(stored: &[Range<u64>], end: u64) -> Vec<Range<u64>> {
     let starts = std::iter::once(0).chain(stored.iter().map(|range| range.end));
     let ends = stored.iter().map(|range| range.start).chain([end]);

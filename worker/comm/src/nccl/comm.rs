@@ -40,10 +40,10 @@ pub struct NcclComm {
 }
 
 impl NcclComm {
-    /// Creates this rank's communicator for GPU memory through NCCL, together with all other ranks
-    /// of `host_comm`, a communicator for host memory. The result uses `host_comm` for buffers in
-    /// host memory. Every rank of `host_comm` must call this function, because it is a collective.
-    /// Fails if a rank does not join within `timeout`.
+    /// Creates this rank's NCCL communicator for GPU memory, for the group of all ranks of the
+    /// host-memory communicator `host_comm`. The result uses `host_comm` for buffers in host
+    /// memory. Every rank of `host_comm` must call this function, because it is a collective. Fails
+    /// if a rank does not join within `timeout`.
     ///
     /// `timeout` does not apply to the collectives of the returned communicator. Their timeout is
     /// [`DEFAULT_TIMEOUT`], which is long enough for NCCL to connect two ranks when they first

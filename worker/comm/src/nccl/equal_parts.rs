@@ -10,14 +10,14 @@
 use crate::call::compute_part_offsets;
 use std::ops::Range;
 
-/// Granularity, in elements, of the lengths of the equal parts into which a vector is divided among
-/// ranks. Addresses of parts are then as aligned as that of the vector, which NCCL's fast copies
-/// need.
+/// The length in elements of each rank's equal part of a vector is a multiple of this number, in
+/// collectives through NCCL. Addresses of parts are then as aligned as that of the vector, which
+/// NCCL's fast copies need.
 const PART_ALIGNMENT: usize = 64;
 
-/// Plan that divides a vector into parts of equal length, one for each rank, and lists the elements
-/// that ranks must exchange for this. The few elements at the end that cannot be divided equally
-/// are the remainder.
+/// Plan that turns a vector's parts of different lengths, one per rank, into equally long parts by
+/// sending elements between ranks. The few elements at the end that cannot be divided equally are
+/// the remainder.
 pub struct EqualPartsPlan {
     /// The elements that each rank has before the all-gather.
     owned: Vec<Range<usize>>,

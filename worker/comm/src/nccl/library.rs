@@ -25,8 +25,9 @@ pub struct NcclLibrary {
 }
 
 impl NcclLibrary {
-    /// Opens `libnccl.so.2` from the first of `directories` that contains a loadable file. If none
-    /// does, lets the dynamic loader search for the library. Fails if the version is too old.
+    /// Opens the NCCL library from the first directory in `directories` that contains a loadable
+    /// `libnccl.so.2`. If none does, lets the dynamic loader search for the library. Fails if the
+    /// version is too old.
     pub fn open(directories: &[PathBuf]) -> Result<NcclLibrary> {
         let mut attempts = Vec::new();
         let name = PathBuf::from("libnccl.so.2");

@@ -80,8 +80,8 @@ pub struct RawNcclComm {
 }
 
 impl RawNcclComm {
-    /// Creates this rank's NCCL communicator, of the group of ranks that use the unique id `id`,
-    /// and returns when all ranks have joined. Fails if `host_comm` is aborted first, or after
+    /// Creates this rank's communicator in the NCCL group with the unique id `id`, and returns when
+    /// all ranks of the group have joined. Fails if `host_comm` is aborted first, or after
     /// `timeout`.
     fn join(
         nccl: &NcclLibrary,
@@ -413,8 +413,8 @@ fn to_pointer(address: u64) -> *mut c_void {
     address as *mut c_void
 }
 
-/// Returns the first of the statuses of two NCCL calls that is an error. Without an error, returns
-/// "in progress" if a call is in progress, otherwise success.
+/// Returns the status of the first failed call, given the statuses of two NCCL calls. Without an
+/// error, returns "in progress" if a call is in progress, otherwise success.
 fn select_failed_status(first: Status, second: Status) -> Status {
     match first {
         SUCCESS | IN_PROGRESS if second != SUCCESS => second,

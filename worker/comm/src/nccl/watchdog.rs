@@ -23,8 +23,9 @@ use std::{
 
 /// The time between two polls of the communicator while a collective is not complete.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// The largest number of collectives on the GPU that the watchdog remembers, after which it forgets
-/// the oldest. If there are more, an error names a later collective than the one that failed.
+/// Maximum number of collectives on the GPU that the watchdog tracks at a time, after which it
+/// stops tracking the oldest ones. If there are more, an error names a later collective than the
+/// one that failed.
 const MAX_RUNNING_CALLS: usize = 1024;
 
 /// The thread that watches the collectives of one NCCL communicator until they are complete, and
@@ -138,8 +139,8 @@ impl Watchdog {
         Ok(EnteredCall { watchdog: &self.shared, watched })
     }
 
-    /// Returns the error that the watchdog has found, if there is one, and `result` otherwise,
-    /// because later errors follow from the watchdog's error. An abort of the group that follows
+    /// Returns the watchdog's error if the watchdog has found one, and `result` otherwise, since
+    /// the watchdog's error is the root cause of later errors. An abort of the group that follows
     /// from such an error is thus reported as the error.
     pub(super) fn replace_result_by_found_error<T>(&self, result: Result<T>) -> Result<T> {
         match &self.shared.lock_calls().error {
@@ -198,9 +199,9 @@ impl WatchdogState {
         }
     }
 
-    /// Stores `error`, because of which NCCL's communicator was aborted, as the watchdog's error,
-    /// and aborts the group of ranks. An abort that another rank or the caller requested is no
-    /// error of this rank.
+    /// Stores the NCCL error `error` as the watchdog's result and aborts the group of ranks, unless
+    /// `error` is itself the report of an abort. An abort that another rank or the caller requested
+    /// is no error of this rank.
     fn record_error_and_abort(&self, error: NcclError) {
         if matches!(error, NcclError::Aborted(_)) {
             return;

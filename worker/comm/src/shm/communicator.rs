@@ -14,9 +14,8 @@ use std::{
     sync::{Mutex, MutexGuard, atomic::Ordering},
 };
 
-/// Limit on the bytes that a rank writes to shared memory before it waits for its peers, when a
-/// collective transfers data in chunks. If a staging slot is smaller, the size of the slot is the
-/// limit.
+/// Maximum number of bytes that a rank writes to shared memory per data exchange, when a collective
+/// transfers data in chunks. If a staging slot is smaller, the size of the slot is the limit.
 pub(super) const MAX_CHUNK_BYTES: usize = 512 << 10;
 
 /// The number of `f32` elements in a cache line.
@@ -86,9 +85,9 @@ impl ShmComm {
         ShmComm::join_host_group(fd, rank, limits, JobRankMap { ranks: (0..world).collect(), world })
     }
 
-    /// Joins the group of the ranks on this host, which share memory, as rank `rank`, in a job that
-    /// spans several hosts. This rank is `rank` within the segment and `job_ranks.ranks[rank]`
-    /// within the job.
+    /// Joins the shared-memory group of this host's ranks as number `rank` within the host, in a
+    /// job that spans several hosts. This rank is `rank` within the segment and
+    /// `job_ranks.ranks[rank]` within the job.
     pub(crate) fn join_host_group(
         fd: OwnedFd,
         rank: usize,
@@ -225,8 +224,9 @@ impl ShmComm {
         self.abort_on_error(CommError::Aborted(reason))
     }
 
-    /// Marks the data that this rank wrote to shared memory for the next exchange of the collective
-    /// `call` as ready for its peers. From now on peers may read this rank's staging slot.
+    /// Publishes the data that this rank wrote to its part of shared memory, so that peers may read
+    /// the data in the next exchange of the collective `call`. From now on peers may read this
+    /// rank's staging slot.
     pub(super) fn enter_round(&self, call_state: &mut ShmCallState, call: &CollectiveCall) {
         call_state.rounds += 1;
         self.segment.enter_round(self.position.rank, call_state.rounds, call.to_words());
@@ -256,21 +256,21 @@ impl ShmComm {
         (1..world).map(move |i| (rank + i) % world)
     }
 
-    /// Returns the number of `f32` elements that a rank writes to shared memory in one of the data
-    /// exchanges into which a long collective is divided.
+    /// Returns how many `f32` elements a rank writes to shared memory per data exchange, when a
+    /// long collective consists of several exchanges.
     pub(super) fn count_chunk_elements(&self) -> usize {
         MAX_CHUNK_BYTES.min(self.segment.layout.staging_bytes) / size_of::<f32>()
     }
 
-    /// Returns the number of `f32` elements that a rank can write for each of its peers in one data
-    /// exchange, if every peer gets different data. The result is a multiple of a cache line.
+    /// Returns how many `f32` elements a rank can send to each peer in one exchange through shared
+    /// memory if all peers get different data. The result is a multiple of a cache line.
     pub(super) fn count_peer_chunk_elements(&self) -> usize {
         (self.count_chunk_elements() / (self.position.world - 1)) & !(CACHE_LINE_ELEMENTS - 1)
     }
 
-    /// Returns the offset of the data for rank `dest` in the staging slot (shared memory) of rank
-    /// `owner`, which has a chunk of length `chunk` for each peer. The chunks have the length
-    /// `chunk`, and the result has the unit of `chunk` (elements or bytes).
+    /// Returns the offset of the chunk for rank `dest` in the staging slot, the shared memory in
+    /// which rank `owner` places one chunk for each peer. The chunks have the length `chunk`, and
+    /// the result has the unit of `chunk` (elements or bytes).
     pub(super) fn compute_peer_chunk_offset(&self, owner: usize, dest: usize, chunk: usize) -> usize {
         (dest - usize::from(dest > owner)) * chunk
     }

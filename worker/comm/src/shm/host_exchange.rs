@@ -55,9 +55,9 @@ impl ShmComm {
         self.call_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends the bytes `send` of each rank to all ranks of the host in chunks through shared
-    /// memory, and passes every chunk to `take`. Calls `take(rank, offset, chunk)` for every chunk
-    /// of every rank, including this one; `offset` is the chunk's position in that rank's bytes.
+    /// Gathers the bytes `send` of all ranks of the host through shared memory in chunks, and calls
+    /// `take` with each chunk that arrives. Calls `take(rank, offset, chunk)` for every chunk of
+    /// every rank, including this one; `offset` is the chunk's position in that rank's bytes.
     ///
     /// Rank r sends `lens[r]` bytes. All ranks must pass the same `lens`.
     pub(super) fn gather_in_chunks(
@@ -208,9 +208,9 @@ impl ShmComm {
     }
 }
 
-/// Calls `visit` with the memory range of each part of a chunk of a byte stream, and with the
-/// part's offset in the chunk. The stream consists of `ranges`, one after another, and the chunk is
-/// its `len` bytes starting at `offset`.
+/// Calls `visit` for each memory range that contains a part of one chunk of a byte stream, with the
+/// offset of the part in the chunk. The stream consists of `ranges`, one after another, and the
+/// chunk is its `len` bytes starting at `offset`.
 fn visit_chunk_ranges(
     ranges: &[Range<usize>],
     offset: usize,

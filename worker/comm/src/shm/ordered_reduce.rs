@@ -1,4 +1,4 @@
-//! Reduce-scatter of [`ShmComm`] without sums: each rank receives its piece of every vector,
+//! [`ShmComm`]'s ordered reduce-scatter: each rank receives its piece of every rank's vectors,
 //! ordered by source rank and vector index, and sums the pieces itself.
 //!
 //! *Staged*: if every rank's pieces for its peers fit into its staging slot, one round publishes
@@ -16,16 +16,16 @@ use crate::{AbortReason, CallMismatch, PartialSink, Result, call::CollectiveCall
 use device::Buf;
 use std::ops::Range;
 
-/// Size limit of the private buffer for pieces that a rank receives from peers, divided by the size
-/// of the rank's part of the shared memory.
+/// Size limit of a rank's private buffer for data from peers, as a multiple of the rank's part of
+/// the shared memory, unless large pieces need more.
 const WINDOW_TO_STAGING_RATIO: usize = 8;
 
 /// The largest number of vectors that one rank may pass to one ordered reduce-scatter (in which the
 /// receivers sum the vectors).
 const MAX_PARTIALS: u64 = 1 << 16;
 
-/// Ranges of vector indices, one for each rank, which select the vectors that ranks exchange
-/// together in a reduce-scatter whose receivers do the sums.
+/// For each rank, the index range of those of its vectors that are exchanged together in one round
+/// of an ordered reduce-scatter.
 pub(crate) type PartialRanges = Vec<Range<usize>>;
 
 /// Guard that aborts the group if the callback that receives the pieces of a reduce-scatter panics,
@@ -42,8 +42,8 @@ impl Drop for AbortOnPanic<'_> {
 }
 
 impl ShmComm {
-    /// Delivers to each rank its piece of every vector of all ranks through shared memory, for a
-    /// reduce-scatter whose receivers do the sums. The caller must have checked the lengths of the
+    /// Delivers to each rank, through shared memory, the rank's piece of every vector of all ranks,
+    /// and leaves the summing to the receiver. The caller must have checked the lengths of the
     /// vectors.
     pub(super) fn reduce_scatter_ordered_rounds(
         &self,
@@ -80,7 +80,7 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Returns the index in `f32` elements, within the shared memory of rank `owner`, at which its
+    /// Returns the index, in `f32` elements of the shared memory of rank `owner`, at which the
     /// piece of vector `i` for rank `dest` begins.
     fn compute_staged_offset(&self, owner: usize, i: usize, dest: usize, counts: &[usize]) -> usize {
         let lower = (0..dest).filter(|&r| r != owner);
@@ -88,8 +88,8 @@ impl ShmComm {
         i * count_staged_elements(owner, counts) + before
     }
 
-    /// Copies the pieces of this rank's vectors that the peers need to the rank's staging slot
-    /// `slot` in shared memory, where the peers read them.
+    /// Copies the pieces that peers need from each of this rank's vectors to the staging slot
+    /// `slot`, a part of shared memory that peers read.
     fn stage_partials(&self, slot: usize, partials: &[&[f32]], counts: &[usize]) {
         let rank = self.position.rank;
         let starts = crate::call::compute_part_offsets(counts);
@@ -130,9 +130,9 @@ impl ShmComm {
         }
     }
 
-    /// Exchanges the vectors that `window` selects (a range of indices for each rank) through
-    /// shared memory, and passes this rank's pieces to the callback `sink`. A private buffer
-    /// collects the peers' pieces.
+    /// Exchanges the pieces of one group of vectors (`window`: a range of vector indices per rank)
+    /// through shared memory, and passes this rank's piece of each vector to `sink`. A private
+    /// buffer collects the peers' pieces.
     fn exchange_and_deliver_window(
         &self,
         call_state: &mut ShmCallState,
@@ -174,8 +174,8 @@ impl ShmComm {
         received
     }
 
-    /// Exchanges the pieces of the vectors that `window` selects (a range of indices for each rank)
-    /// through shared memory, and stores the received pieces in `recv`.
+    /// Sends each peer its piece of every vector in one group (`window`: a range of vector indices
+    /// per rank) through shared memory, and stores received pieces in `recv`.
     ///
     /// The pieces of a rank for one peer form one stream, which is sent in chunks. The stream from
     /// rank r is stored in `recv` from `recv_starts[r]` on.
@@ -242,15 +242,15 @@ fn do_all_ranks_fit_staging(partial_counts: &[usize], counts: &[usize], staging:
     partial_counts.iter().enumerate().all(|(rank, &n)| do_pieces_fit_staging(rank, n, counts, staging))
 }
 
-/// Returns the limit on the number of `f32` elements that a rank collects in private memory at a
-/// time, for `staging` bytes of shared memory per rank.
+/// Returns the maximum number of `f32` elements in a rank's private buffer for vector pieces from
+/// peers, given `staging` bytes of shared memory per rank.
 fn compute_max_window_elements(counts: &[usize], staging: usize) -> usize {
     let largest = counts.iter().copied().max().unwrap_or(0);
     (WINDOW_TO_STAGING_RATIO * staging / size_of::<f32>()).max(largest.saturating_mul(2))
 }
 
-/// Returns how many `f32` elements of private memory `rank` allocates to collect the pieces that it
-/// receives in a reduce-scatter whose receivers do the sums.
+/// Returns the size, in `f32` elements, of the private buffer in which `rank` collects the vector
+/// pieces from its peers during an ordered reduce-scatter.
 ///
 /// Rank r passes `partial_counts[r]` partial vectors, and rank s gets `counts[s]` elements of each
 /// partial vector. The result is 0 if the pieces of every rank fit into `staging` bytes.
@@ -270,8 +270,8 @@ pub fn count_piece_buffer_elements(
     windows.map(peer_partials).max().unwrap_or(0_usize) * counts[rank]
 }
 
-/// Copies elements from the concatenation of equal ranges of several vectors to `to`, starting at
-/// element `offset` of the concatenation. The stream consists of the elements `start..start +
+/// Copies part of a stream of elements to `to`, from element `offset` of the stream on, where equal
+/// ranges of several vectors form the stream. The stream consists of the elements `start..start +
 /// count` of each of `partials`, one after another.
 fn copy_from_concatenated_pieces(
     mut to: &mut [f32],

@@ -233,8 +233,8 @@ impl Segment {
         Ok(segment)
     }
 
-    /// Fails if this rank and its peers have different world sizes, staging buffer sizes or file
-    /// sizes for their shared memory. The first rank stores the values.
+    /// Fails if this rank and its peers have different world sizes, staging buffer sizes or sizes
+    /// of the shared memory file. The first rank stores the values.
     fn check_group_identity(&self, fd: BorrowedFd<'_>) -> Result<()> {
         let SegmentLayout { world, staging_bytes, size, .. } = self.layout;
         set_or_compare_word(&self.header().world, world as u64, "world size")?;
@@ -260,8 +260,8 @@ impl Segment {
         unsafe { self.mapping.base.add(PAGE_BYTES + rank * RANK_STATUS_BYTES).cast().as_ref() }
     }
 
-    /// Returns the area of shared memory in which `rank` publishes numbers, such as lengths, in
-    /// data exchanges that use its data buffer `slot`. The table has `2 × world` words.
+    /// Returns the table of numbers, such as lengths, that `rank` publishes in shared memory for
+    /// data exchanges with its data buffer number `slot`. The table has `2 × world` words.
     pub(super) fn number_table(&self, rank: usize, slot: usize) -> &[AtomicU64] {
         let (world, words) = (self.layout.world, 2 * self.layout.world);
         assert!(rank < world && slot < 2);
@@ -270,8 +270,8 @@ impl Segment {
         unsafe { std::slice::from_raw_parts(self.mapping.base.add(offset).cast().as_ptr(), words) }
     }
 
-    /// Computes the position of a new shared window (memory that all ranks share) of `bytes` bytes
-    /// in the group's file, and the bytes that all windows then take. `window_bytes` is the space
+    /// Returns the byte position of a new shared window of `bytes` bytes in the group's file, and
+    /// the total size in bytes of all windows including the new one. `window_bytes` is the space
     /// that earlier windows take after the segment.
     pub(super) fn compute_window_position(
         &self,
@@ -287,9 +287,8 @@ impl Segment {
         }
     }
 
-    /// Returns the address of the `len` bytes from byte `start` on in the buffer number `slot` in
-    /// which `rank` publishes data in shared memory. Panics if the slot does not contain `len`
-    /// bytes from there on.
+    /// Returns the address of the bytes `start..start + len` in the shared-memory data buffer
+    /// number `slot` of rank `rank`. Panics if the slot does not contain `len` bytes from there on.
     fn locate_slot_bytes(&self, rank: usize, slot: usize, start: usize, len: usize) -> NonNull<u8> {
         let SegmentLayout { world, staging_bytes, slots, .. } = self.layout;
         assert!(rank < world && slot < 2 && start <= staging_bytes && len <= staging_bytes - start);

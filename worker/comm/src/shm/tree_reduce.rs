@@ -14,8 +14,8 @@ use crate::{
 const MAX_SINGLE_ROUND_BYTES: usize = 16 << 10;
 
 impl ShmComm {
-    /// Replaces `x` by its sum over all ranks through shared memory, in one data exchange if `x` is
-    /// small, and in several otherwise.
+    /// Replaces `x` by its sum over all ranks through shared memory, with one data exchange for a
+    /// small `x` and several exchanges for a large `x`.
     pub(super) fn all_reduce_in_rounds(
         &self,
         call_state: &mut ShmCallState,

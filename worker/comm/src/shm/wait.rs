@@ -222,8 +222,8 @@ fn spin_until(is_ready: &mut impl FnMut() -> bool) -> bool {
     false
 }
 
-/// Sleeps until another thread wakes the futex `word`, but not if `word` differs from `value`, and
-/// for at most `timeout`. May also wake up without a reason.
+/// Sleeps while the futex `word` has the value `value`, until another thread wakes this thread or
+/// `timeout` has passed. May also wake up without a reason.
 fn futex_wait(word: &AtomicU32, value: u32, timeout: Duration) {
     let timeout = libc::timespec {
         tv_sec: timeout.as_secs() as libc::time_t,
@@ -240,8 +240,8 @@ fn futex_wake(word: &AtomicU32) {
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
 }
 
-/// Stores `values` in the area `table` of shared memory, from which peers read them in the next
-/// data exchange.
+/// Stores the numbers `values` in `table`, this rank's table of numbers in shared memory, which
+/// peers read in the next data exchange.
 pub(super) fn store_words(table: &[std::sync::atomic::AtomicU64], values: impl IntoIterator<Item = u64>) {
     for (word, value) in table.iter().zip(values) {
         word.store(value, Release);

@@ -19,8 +19,8 @@ use std::{
     time::Duration,
 };
 
-/// Size limit of the private buffer in which a rank collects received data, divided by the size of
-/// the rank's part of its host's shared memory.
+/// Size limit of a rank's private buffer for received data, as a multiple of the rank's part of its
+/// host's shared memory, unless large pieces need more.
 const WINDOW_TO_STAGING_RATIO: usize = 8;
 /// Timeouts of a group of ranks on several hosts, and the amount of shared memory on each host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -221,8 +221,8 @@ impl TcpComm {
         window.max(largest_piece.saturating_mul(2))
     }
 
-    /// Exchanges the vectors that `window` selects (a range of indices for each rank) over the
-    /// network, and passes this rank's pieces to the callback `sink`.
+    /// Exchanges the pieces of one group of vectors (`window`: a range of vector indices per rank)
+    /// over the network, and passes this rank's piece of each vector to `sink`.
     pub(super) fn exchange_and_deliver_window(
         &self,
         call_state: &mut TcpCallState,

@@ -23,14 +23,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Maximum number of connections that a joining rank accepts before it continues the handshakes on
-/// its accepted connections.
+/// Maximum number of new connections that a joining rank accepts at once, before it again processes
+/// the handshakes of the connections accepted so far.
 const MAX_ACCEPTED_AT_ONCE: usize = 256;
 /// The largest number of unauthenticated connections from addresses that belong to no known peer. A
 /// peer may connect from a different address than that on which it listens.
 const MAX_PENDING_FROM_UNKNOWN: usize = 32;
-/// Number of additional unauthenticated connections that an address of peers may have, beyond the
-/// number that the ranks at this address need.
+/// Number of unauthenticated connections that a known peer address may have in addition to those
+/// that the ranks at this address need.
 const SPARE_PENDING_PER_ADDRESS: usize = 8;
 /// The time limit of one handshake, from the new connection to the last message (WELCOME).
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -109,8 +109,8 @@ impl ConnectionSetup<'_> {
 
     // ---- connecting to the lower ranks ----
 
-    /// Connects twice to every rank on another host whose number is lower than that of this rank:
-    /// once for data and once for control messages. Retries failed attempts until `deadline`. Fails
+    /// Opens two connections to every lower-numbered rank on other hosts: one for the data of
+    /// collectives, and one for control messages. Retries failed attempts until `deadline`. Fails
     /// if a peer rejects this rank or the group is aborted.
     fn connect_lower_ranks(&self, deadline: Instant) -> Result<AuthenticatedStreams> {
         let lower = self.topology.remote_ranks().filter(|r| *r < self.topology.rank);
@@ -225,9 +225,9 @@ impl ConnectionSetup<'_> {
 
     // ---- accepting the higher ranks ----
 
-    /// Accepts and authenticates the connections from every rank on another host whose number is
-    /// higher than that of this rank. Fails if a connection is missing at `deadline`, or if the
-    /// group is aborted. If `stop` is set, returns the connections that were authenticated before.
+    /// Accepts and authenticates the connections from every higher-numbered rank on other hosts.
+    /// Fails if a connection is missing at `deadline`, or if the group is aborted. If `stop` is
+    /// set, returns the connections that were authenticated before.
     fn accept_higher_ranks(
         &self,
         listener: &TcpListener,
@@ -311,15 +311,16 @@ impl PendingQuotas {
         PendingQuotas(quotas)
     }
 
-    /// Returns the limit on unauthenticated connections from the address `source`, and the address
-    /// under which such connections count. All unknown addresses are counted together, as `None`.
+    /// Returns the key for counting unauthenticated connections from `source` (the address itself,
+    /// or `None` if no peer has this address), and their maximum number. All unknown addresses are
+    /// counted together, as `None`.
     fn find_quota(&self, source: IpAddr) -> (Option<IpAddr>, usize) {
         let source = source.to_canonical();
         self.0.get(&source).map_or((None, MAX_PENDING_FROM_UNKNOWN), |quota| (Some(source), *quota))
     }
 
-    /// Adds `connection` to the queue of unauthenticated connections, and closes the oldest one of
-    /// its source address if this address now has too many.
+    /// Adds `connection` to the queue of unauthenticated connections, and closes the oldest
+    /// connection from this source address if the address now has too many.
     fn enqueue_connection(&self, connection: PendingConnection, pending: &mut VecDeque<PendingConnection>) {
         let (source, quota) = self.find_quota(connection.source);
         let is_counted = |other: &PendingConnection| self.find_quota(other.source).0 == source;

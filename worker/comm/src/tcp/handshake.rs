@@ -14,8 +14,8 @@
 //! occupies only one small buffer. Only a peer with the key can reject a connection for good.
 use crate::RejectReason;
 
-/// The first eight bytes of the first message of each side (HELLO and CHALLENGE) in the handshake
-/// of two ranks, which identify the protocol.
+/// The first eight bytes of the handshake messages HELLO and CHALLENGE between two ranks, which
+/// identify the protocol.
 const HANDSHAKE_MAGIC: [u8; 8] = *b"launchtc";
 /// The version of the handshake and of the messages between ranks, which two ranks must have in
 /// common. Ranks with different versions reject each other.
@@ -199,9 +199,9 @@ fn compute_challenge_mac(id: &RankIdentity, hello: &[u8; HELLO_BYTES], answer: &
     hasher.update(b"launch challenge").update(hello).update(answer).finalize()
 }
 
-/// Side of a handshake that computes a message authentication code (MAC): the connecting rank or
-/// the accepting rank. The sides use different prefixes, so a MAC cannot be reflected to its
-/// sender.
+/// Which side of a handshake, the connecting or the accepting rank, proves that it knows the key
+/// with a message authentication code (MAC). The sides use different prefixes, so a MAC cannot be
+/// reflected to its sender.
 #[derive(Clone, Copy)]
 pub(super) enum HandshakeSide {
     Connector,

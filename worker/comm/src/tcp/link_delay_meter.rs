@@ -30,8 +30,8 @@ struct LinkCounters {
     window_limited_us: u64,
 }
 
-/// Measures how long data that a rank sent over its TCP connections stayed unacknowledged, from the
-/// kernel's counters at this and the previous measurement.
+/// Meter that computes from the kernel's TCP counters how long a rank's sent data stayed
+/// unacknowledged on each connection since the previous measurement.
 #[derive(Debug, Default)]
 pub(super) struct LinkDelayMeter {
     /// By rank.
@@ -39,9 +39,10 @@ pub(super) struct LinkDelayMeter {
 }
 
 impl LinkDelayMeter {
-    /// Returns how long data that this rank sent was unacknowledged since the previous call, on its
-    /// fastest and on its slowest connection. `streams` has the rank and the stream of each
-    /// connection. Returns `None` if nothing was sent, or if the kernel does not measure the time.
+    /// Returns the longest and shortest time, over this rank's measured connections, for which sent
+    /// data stayed unacknowledged since the previous call. `streams` has the rank and the stream of
+    /// each connection. Returns `None` if nothing was sent, or if the kernel does not measure the
+    /// time.
     pub(super) fn take_delays<'s>(
         &mut self,
         streams: impl Iterator<Item = (usize, &'s TcpStream)>,

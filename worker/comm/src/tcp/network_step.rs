@@ -88,8 +88,8 @@ pub(super) struct PeerTransfer<'a> {
 }
 
 impl<'a> PeerTransfer<'a> {
-    /// Creates the transfer of one message to `peer` from `source` and of one message from `peer`
-    /// to the range `recv_range` of the receive buffer.
+    /// Creates the exchange of at most one message in each direction with `peer`: from `source` to
+    /// the peer, and from the peer to the range `recv_range` of the receive buffer.
     pub(super) fn new(peer: usize, source: Option<SendSource<'a>>, recv_range: Option<Range<usize>>) -> Self {
         PeerTransfer {
             peer,
@@ -273,8 +273,8 @@ impl NetworkStep<'_> {
         self.call.check_transfer_bytes(peer, rank, word(4), len as u64)
     }
 
-    /// Blocks until a connection with an unfinished transfer is ready, the group is aborted, or a
-    /// time of at most `timeout` has passed.
+    /// Blocks until a connection with an unfinished transfer can send or receive, until the group
+    /// is aborted, or for at most `timeout`.
     fn wait_until_ready(
         &self,
         connections: &[Option<DataConnection>],
@@ -310,8 +310,8 @@ impl NetworkStep<'_> {
     }
 }
 
-/// Encodes the header that precedes a message of `len` bytes, which has the number `number` on its
-/// connection.
+/// Encodes the header that precedes message number `number` of a connection, with the message's
+/// length `len` in bytes.
 fn encode_header(number: u64, call: &CollectiveCall, len: usize) -> [u8; HEADER_BYTES] {
     let mut out = [0; HEADER_BYTES];
     let [a, b, c] = call.to_words();
@@ -321,7 +321,7 @@ fn encode_header(number: u64, call: &CollectiveCall, len: usize) -> [u8; HEADER_
     out
 }
 
-/// Sends as many bytes of one message to a peer, with its header, as possible without blocking.
+/// Sends bytes of one message and its header to a peer, as many as possible without blocking.
 fn send_available_bytes(
     connection: &DataConnection,
     buf: &[u8],

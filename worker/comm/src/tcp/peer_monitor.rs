@@ -33,8 +33,8 @@ const ABORTED_LEAVE_TIMEOUT: Duration = Duration::from_millis(100);
 /// How long a rank waits for a farewell (clean leave) or an abort after the peer's data connection
 /// has ended.
 const FAREWELL_TIMEOUT: Duration = Duration::from_millis(200);
-/// The number of heartbeats that are sent within the silence timeout, after which a silent peer
-/// counts as lost.
+/// Number of heartbeats that a rank sends during the silence timeout, the time without data after
+/// which a peer counts as lost.
 const HEARTBEATS_PER_TIMEOUT: u32 = 5;
 
 /// What one rank knows about its group: whether the group was aborted, which ranks have left, and
@@ -67,8 +67,8 @@ fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl GroupHealth {
-    /// Creates the record of what a rank knows about its group (aborts, ranks that left, silence of
-    /// peers) before the rank joins.
+    /// Creates the initial state of a group as one rank sees it: not aborted, no rank has left, and
+    /// no peer has sent bytes.
     pub(super) fn new(rank: usize, world: usize) -> std::io::Result<Self> {
         let event = || EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
         Ok(GroupHealth {
@@ -84,8 +84,8 @@ impl GroupHealth {
         })
     }
 
-    /// Connects this rank's abort state to the shared memory `shm`, so that an abort of the group
-    /// also reaches the other ranks of the host.
+    /// Registers the host's shared memory communicator `shm`, so that an abort of the group also
+    /// reaches the other ranks of this host.
     pub(super) fn attach_shared_memory(&self, shm: Arc<ShmComm>) {
         let aborted = lock_ignoring_poison(&self.aborted);
         if let Some(reason) = &*aborted {
@@ -138,8 +138,8 @@ impl GroupHealth {
         self.last_heard_ms[rank].store(self.elapsed_ms(), SeqCst);
     }
 
-    /// Returns the milliseconds since this object was created, plus 1, because 0 means that a peer
-    /// has sent nothing yet.
+    /// Returns the milliseconds since this object was created, plus 1, because the value 0 is
+    /// reserved for peers that have sent nothing yet.
     fn elapsed_ms(&self) -> u64 {
         self.start.elapsed().as_millis() as u64 + 1
     }
@@ -324,8 +324,8 @@ impl MonitoredPeer {
         }
     }
 
-    /// Marks the peer's control connection, which has ended, as closed, and aborts the group if the
-    /// peer sent no farewell.
+    /// Closes this rank's end of a control connection that the peer has ended, and aborts the group
+    /// if the peer sent no farewell.
     fn close_and_abort_without_farewell(&mut self, health: &GroupHealth) {
         self.is_open = false;
         // answers a farewell: the peer waits for this end

@@ -1,5 +1,5 @@
-//! [`Topology`]: which rank is on which host, and which rank of a host receives the data that a
-//! rank on another host sends to all.
+//! [`Topology`]: which ranks run on which host, and which rank of each host receives data from
+//! other hosts and shares it with its host.
 //!
 //! Each rank has a *counterpart* on every other host: the rank whose local rank is the same, modulo
 //! the number of ranks of that host. Data that every rank needs is sent once to each other host, to
@@ -77,8 +77,8 @@ impl Topology {
         (1..world).map(move |i| (me + i) % world).filter(|r| !self.is_local(*r))
     }
 
-    /// Returns the rank on `host` to which `rank` sends data that all ranks of `host` need, so that
-    /// the data crosses the network only once.
+    /// Returns the one rank on `host` that receives data from `rank` on behalf of all ranks of
+    /// `host`, so that the data crosses the network only once.
     fn find_receiver_on_host(&self, rank: usize, host: usize) -> usize {
         if self.host_by_rank[rank] == host {
             return rank;
@@ -87,15 +87,15 @@ impl Topology {
         ranks[self.local_rank_of[rank] % ranks.len()]
     }
 
-    /// Returns true if rank `to` is the rank of its host that receives from rank `from` the data
-    /// that all ranks need. Only one rank of each host receives such data. Rank `to` then shares
-    /// the data with its host.
+    /// Returns true if rank `to` receives, on behalf of its host, the data that rank `from` sends
+    /// to all ranks. Only one rank of each host receives such data. Rank `to` then shares the data
+    /// with its host.
     pub(crate) fn sends_replica_to(&self, from: usize, to: usize) -> bool {
         self.find_receiver_on_host(from, self.host_by_rank[to]) == to
     }
 
-    /// Returns the local rank of the rank on this host that is the first to receive data that
-    /// `rank` sends to all ranks. This is `rank` itself if it is on this host.
+    /// Returns the local rank (position on this host) of the one rank that receives data for this
+    /// host from `rank`. This is `rank` itself if it is on this host.
     pub(crate) fn find_local_receiver(&self, rank: usize) -> usize {
         self.local_rank_of[self.find_receiver_on_host(rank, self.host)]
     }

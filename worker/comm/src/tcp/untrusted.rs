@@ -13,8 +13,8 @@ const RECEIVER_RANK: u32 = 0;
 /// Number of the rank that acts as the sender of the bytes in fuzz targets and tests.
 const SENDER_RANK: u32 = 1;
 
-/// Creates the key, run, attempt and rank with which the example rank `rank` (of four) takes part
-/// in handshakes in fuzz targets and tests.
+/// Creates the identity of example rank `rank` in a group of four, for handshakes in fuzz targets
+/// and tests: key, run, attempt and rank.
 fn create_identity(rank: u32) -> RankIdentity {
     RankIdentity { key: [7; SECRET_BYTES], run: [9; SECRET_BYTES], attempt: 1, rank, world: 4 }
 }

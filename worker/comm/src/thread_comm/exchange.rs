@@ -156,8 +156,8 @@ impl ThreadComm {
         CommError::Timeout { rank, world, collective, call_number, timeout, missing }
     }
 
-    /// Fails if the ranks called different collectives, or if a rank sends another rank a different
-    /// number of elements in an all-to-all than that rank expects.
+    /// Checks that all ranks called the same collective, and that in an all-to-all every rank sends
+    /// this rank as many elements as this rank expects.
     fn check_contributions(
         &self,
         call: &CollectiveCall,

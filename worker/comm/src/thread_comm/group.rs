@@ -82,8 +82,8 @@ impl ThreadGroup {
         self.changed.notify_all();
     }
 
-    /// Records that `rank` has left the group: peers that wait for this rank now or later fail.
-    /// Aborts the group if the calling thread is panicking.
+    /// Records that `rank` has left the group, which makes every collective fail in which a peer
+    /// waits for this rank. Aborts the group if the calling thread is panicking.
     pub(super) fn leave(&self, rank: usize) {
         let mut state = self.lock_state();
         state.has_left[rank] = true;

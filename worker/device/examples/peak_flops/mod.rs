@@ -7,8 +7,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Number of multiply-adds that each sequence of dependent multiply-adds has when the peak rate of
-/// the machine is measured.
+/// Number of multiply-adds in each dependent sequence that the benchmark runs to measure the
+/// machine's peak rate.
 const FMAS_PER_CHAIN: usize = 20_000;
 
 /// Type of the functions that measure the peak rate: each computes several independent sequences of
@@ -23,8 +23,8 @@ pub(crate) fn measure_peak_flops(instruction_set: &str, threads: usize, time: Du
     measure_rate(run_chains, flops, threads, time)
 }
 
-/// Measures the peak rate of AMX products of bf16 tiles on `threads` threads during `time`, and
-/// returns the rate in FLOP/s of all threads together. Returns `None` if `instruction_set`, as
+/// Measures the peak rate of AMX tile multiplications in bf16 on `threads` threads during `time`,
+/// and returns the rate in FLOP/s of all threads together. Returns `None` if `instruction_set`, as
 /// [`device::Cpu::describe`] returns it, is not AMX.
 #[allow(dead_code, reason = "one of the examples does not use it")]
 pub(crate) fn measure_amx_peak_flops(instruction_set: &str, threads: usize, time: Duration) -> Option<f64> {
@@ -38,9 +38,9 @@ pub(crate) fn measure_amx_peak_flops(instruction_set: &str, threads: usize, time
     None
 }
 
-/// Calls `run_chains`, which performs `flops` floating-point operations, repeatedly on `threads`
-/// threads during `time`, and measures the rate. Returns the best rate in FLOP/s of all threads
-/// together.
+/// Measures the speed of `run_chains`, which performs `flops` floating-point operations per call,
+/// in repeated calls on `threads` threads during `time`. Returns the best rate in FLOP/s of all
+/// threads together.
 fn measure_rate(run_chains: FmaChainsFn, flops: usize, threads: usize, time: Duration) -> f64 {
     let (barrier, end) = (Barrier::new(threads), Instant::now() + time);
     let measure = || {
@@ -119,7 +119,8 @@ mod x86 {
     /// Number of iterations of the loop that multiplies four pairs of AMX tiles when the peak rate
     /// is measured.
     const AMX_REPETITIONS: usize = 5_000;
-    /// Number of floating-point operations in one call of [`run_amx_products`].
+    /// Number of floating-point operations of one call of [`run_amx_products`], from which the peak
+    /// rate of AMX is computed.
     pub(super) const AMX_FLOPS: usize = AMX_REPETITIONS * 4 * 2 * 16 * 16 * 32;
 
     /// Multiplies AMX tiles of zeros in four independent sequences of instructions, to measure the

@@ -12,8 +12,8 @@ use crate::ops::{
 };
 use std::cell::RefCell;
 
-/// Compares the GPU's matmuls of linear and Conv1D layers, with and without bias, with the CPU's,
-/// for `m` rows, `n` outputs and `k` inputs.
+/// Compares matmuls of linear and Conv1D layers on the GPU with the CPU as the reference, with and
+/// without bias: `m` rows, `n` outputs, `k` inputs.
 pub(super) fn compare_matmuls(backends: &Backends, seed: u64, m: usize, n: usize, k: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
@@ -149,8 +149,8 @@ fn compare_layer_norm(
     )
 }
 
-/// Compares the RMSNorm of each attention head, and rotary position embedding, on the GPU with the
-/// CPU as the reference.
+/// Compares two ops on the GPU with the CPU as the reference: RMSNorm of each attention head, and
+/// rotary position embedding.
 pub(super) fn compare_head_norm_and_rope(
     backends: &Backends,
     seed: u64,
@@ -227,14 +227,14 @@ pub(super) fn compare_activations(backends: &Backends, seed: u64, m: usize, f: u
     Ok(errors)
 }
 
-/// Creates the settings of attention dropout for a comparison of GPU and CPU from the random number
-/// `first`. The probability is 0.3.
+/// Returns settings of attention dropout for a comparison of GPU and CPU, with the generator key
+/// and the first sequence number derived from the random number `first`. The probability is 0.3.
 pub(super) fn derive_dropout(first: u64) -> AttentionDropout {
     AttentionDropout { key: [first as u32, 5], probability: 0.3, first_sequence: first >> 22 }
 }
 
-/// Compares the GPU's attention with the CPU's, for sequences of several documents of random
-/// lengths, where each query attends only to its document.
+/// Compares attention on the GPU with the CPU as the reference, for sequences of documents with
+/// random lengths, where queries attend only within their document.
 pub(super) fn compare_document_attention(
     backends: &Backends,
     seed: u64,
@@ -477,9 +477,9 @@ fn compare_copies_and_rare_vector_ops(backends: &Backends, rng: &mut CaseRng, n:
     Ok(errors)
 }
 
-/// Fails if a pair of sums in `sums`, the CPU's and the GPU's result of one op, has a relative
-/// difference of more than `tolerance`. `sums` are pairs of the CPU's sum and the GPU's sum. The
-/// error contains the name `case`.
+/// Compares pairs of sums, one from the CPU and one from the GPU, and fails if a relative
+/// difference exceeds `tolerance`. `sums` are pairs of the CPU's sum and the GPU's sum. The error
+/// contains the name `case`.
 fn compare_sums(case: String, sums: Vec<Vec<f64>>, tolerance: f64) -> Result<(), ConformanceError> {
     for pair in sums.as_chunks::<2>().0 {
         let [cpu, gpu] = pair.clone();

@@ -42,8 +42,8 @@ pub(super) fn make_buffer_of_tested_type(values: Vec<f32>) -> CaseBufferValues {
     CaseBufferValues { values, varies_type: true }
 }
 
-/// Describes an input or output buffer that stays `f32` when ops are compared in other element
-/// types, such as optimizer states.
+/// Wraps the initial values of a buffer, such as an optimizer state, that stays `f32` when an op is
+/// compared in other element types.
 pub(super) fn make_f32_buffer(values: Vec<f32>) -> CaseBufferValues {
     CaseBufferValues { values, varies_type: false }
 }
@@ -54,8 +54,8 @@ pub(super) fn make_nan_values(len: usize) -> Vec<f32> {
     vec![f32::NAN; len]
 }
 
-/// An input or output buffer of a compared op, whose elements begin `offset` elements after the
-/// start of the allocation to test unaligned addresses.
+/// A buffer of a compared op whose elements begin `offset` elements after the start of the
+/// allocation, to test unaligned addresses.
 pub(super) struct OffsetBuf {
     pub(super) buf: Buf,
     offset: usize,
@@ -143,8 +143,8 @@ impl Backends<'_> {
         Ok(errors)
     }
 
-    /// Copies `values` to GPU memory, converted to `dtype`, so that they begin `offset` elements
-    /// after the start of an allocation.
+    /// Copies `values` to GPU memory, converted to `dtype`, at an offset of `offset` elements from
+    /// the start of a new allocation.
     pub(super) fn copy_to_gpu(&self, dtype: Dtype, values: &[f32], offset: usize) -> OffsetBuf {
         let padded: Vec<f32> = std::iter::repeat_n(7.0, offset).chain(values.iter().copied()).collect();
         let from = self.cuda.clone_to_device((&padded[..]).into());
@@ -221,15 +221,13 @@ impl CaseRng {
         }
     }
 
-    /// Draws a random seed, and for each number in `ends` a random dimension that is at least 1 and
-    /// below this number.
+    /// Returns a random seed, and for each number n in `ends` a random dimension from 1 to n − 1.
     pub(super) fn draw_seed_and_dims<const N: usize>(&mut self, ends: [usize; N]) -> (u64, [usize; N]) {
         (self.draw_48_bits(), ends.map(|end| self.draw_in_range(1, end)))
     }
 
-    /// Returns the position in its sequence at which each token's document starts, for `b`
-    /// sequences of `t` tokens with documents of random length. Documents have a mean length of
-    /// about `mean`.
+    /// Divides `b` sequences of `t` tokens randomly into documents, and returns for each token the
+    /// position at which the token's document starts. Documents have a mean length of about `mean`.
     pub(super) fn draw_document_starts(&mut self, b: usize, t: usize, mean: usize) -> Vec<u32> {
         let mut starts = Vec::new();
         for _ in 0..b {

@@ -62,8 +62,8 @@ impl FixedCase {
     }
 }
 
-/// Returns an iterator that, at each step, compares ops on the GPU with the CPU for the next of a
-/// list of fixed shapes.
+/// Returns an iterator that yields the results of comparing ops on the GPU with the CPU, one for
+/// each shape of a fixed list.
 pub(super) fn compare_fixed_cases(backends: &Backends) -> impl Iterator<Item = CaseResult> {
     let cases = list_boundary_cases(backends)
         .into_iter()

@@ -46,8 +46,8 @@ const RUN_SETTINGS: [(Dtype, usize, f64); 5] = [
     (Dtype::F16, 0, 3e-3),
 ];
 
-/// Number of families of operations (such as norms) whose GPU results are compared with the CPU on
-/// random shapes.
+/// Number of op families (such as norms) that are compared with the CPU on random shapes, without
+/// the families for boundary shapes and fp8 matmuls.
 const RANDOM_ONLY_FAMILY_COUNT: usize = random_cases::RANDOM_CASE_FAMILIES.len();
 /// The names of the families of operations (such as norms) that [`compare_family_with_cpu`]
 /// compares.
@@ -100,9 +100,9 @@ pub fn compare_family_with_cpu(
 /// [`compare_realistic_shape_with_cpu`] compares operations on the GPU with the CPU.
 pub const REALISTIC_SHAPE_NAMES: &[&str] = &realistic_cases::REALISTIC_CASE_NAMES;
 
-/// Compares the operations on the GPU in bf16 with the CPU, which uses `threads` threads, for one
-/// shape that is as large as in real models. `shape` is its position in [`REALISTIC_SHAPE_NAMES`].
-/// Sizes are divided by `divisor`. Returns `None` if the GPU does not support the operations.
+/// Compares bf16 operations on the GPU with the CPU as the reference (on `threads` threads) for one
+/// shape as large as in real models. `shape` is its position in [`REALISTIC_SHAPE_NAMES`]. Sizes
+/// are divided by `divisor`. Returns `None` if the GPU does not support the operations.
 pub fn compare_realistic_shape_with_cpu(
     cuda: &Cuda,
     shape: usize,

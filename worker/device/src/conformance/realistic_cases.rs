@@ -28,9 +28,9 @@ pub(super) const REALISTIC_CASE_NAMES: [&str; 13] = [
     "tensors over 2³¹ bytes",
 ];
 
-/// Compares operations on the GPU with the CPU for the shape of a real model with the index
-/// `number` in [`REALISTIC_CASE_NAMES`]. Sizes are divided by `divisor`, which is above 1 for slow
-/// GPUs. Returns `None` if the GPU does not support the operations.
+/// Compares operations on the GPU with the CPU for one shape of real models, number `number` in
+/// [`REALISTIC_CASE_NAMES`]. Sizes are divided by `divisor`, which is above 1 for slow GPUs.
+/// Returns `None` if the GPU does not support the operations.
 pub(super) fn compare_realistic_case(
     backends: &Backends,
     number: usize,
@@ -71,8 +71,8 @@ pub(super) fn compare_realistic_case(
 /// compared.
 const TAIL_ROWS: usize = 8;
 
-/// Describes one tensor in a comparison of ops on more than 2³¹ bytes: its element type, row
-/// length, number of rows and use.
+/// Describes one tensor in a comparison of ops on more than 2³¹ bytes: element type, row length,
+/// one or many rows, and input or output.
 struct LargeTensor {
     dtype: Dtype,
     /// The number of elements of a row.
@@ -139,8 +139,8 @@ fn compare_large_tensors(backends: &Backends, divisor: usize) -> CaseResult {
     Ok(errors)
 }
 
-/// Compares the last rows of an operation's results on the GPU, for tensors of `rows` rows, with
-/// the CPU's results for only these last rows. All other rows of inputs are zero. `run` gets the
+/// Runs an operation on tensors of `rows` rows on the GPU and on only the last rows on the CPU, and
+/// compares these last rows of the results. All other rows of inputs are zero. `run` gets the
 /// number of rows.
 fn compare_last_rows<const N: usize>(
     backends: &Backends,
@@ -191,8 +191,7 @@ fn compare_last_rows<const N: usize>(
     Ok(errors)
 }
 
-/// Allocates a tensor of `rows` rows in GPU memory that contains zeros, and the values `tail` as
-/// its last elements.
+/// Allocates a GPU tensor of `rows` rows that is zero except for the values `tail` at its end.
 fn alloc_tensor_with_tail(
     cuda: &Cuda,
     tensor: &LargeTensor,

@@ -20,8 +20,8 @@ enum Activation {
 }
 
 impl Activation {
-    /// Returns the approximate cost of this function for one element, relative to copying an
-    /// element, which determines how work is divided into tasks.
+    /// Returns the approximate cost of this function per element, where copying an element costs 1,
+    /// for dividing work into tasks.
     fn relative_cost(self) -> usize {
         match self {
             Activation::Silu => 4,

@@ -1,5 +1,5 @@
-//! Forward pass of causal grouped-query attention on the CPU, which multiplies each block of
-//! queries by one block of keys after another (Dao et al., "FlashAttention", 2022).
+//! Forward pass of causal grouped-query attention on the CPU, one block of queries and keys at a
+//! time (Dao et al., "FlashAttention", 2022).
 //!
 //! Keys and values of a sequence are packed once, tile by tile, for all query heads. Scores exist
 //! only for a strip of a few queries and one tile of keys. The result of a query depends on the
@@ -206,7 +206,8 @@ fn attend_tile<S: Simd>(
     }
 }
 
-/// Divides a query's output by its sum of exponentials: `o = out / total`.
+/// Divides a query's attention output by the sum of the exponentials of the query's scores: `o =
+/// out / total`.
 #[inline(always)]
 fn divide_by_sum<S: Simd>(s: S, o: &mut [f32], out: &[f32], total: f32) {
     let factor = s.splat(1.0 / total);
@@ -215,8 +216,8 @@ fn divide_by_sum<S: Simd>(s: S, o: &mut [f32], out: &[f32], total: f32) {
     }
 }
 
-/// Positions of the queries and keys in one block of attention scores, which determine the masked
-/// scores and the random numbers of dropout.
+/// Position of one block of attention scores in the sequence, from which the masked scores and the
+/// dropout of the block follow.
 #[derive(Clone, Copy)]
 struct TileMask<'a> {
     /// Position of the first query.
@@ -235,7 +236,7 @@ impl TileMask<'_> {
         TileMask { q0: self.q0 + rows.start, starts: &self.starts[rows], ..*self }
     }
 
-    /// Returns how many keys of the block have positions up to that of the last query.
+    /// Returns how many keys of the block are at or before the position of the block's last query.
     fn count_columns(&self) -> usize {
         (self.q0 + self.starts.len()).clamp(self.k0, self.k0 + KEY_TILE) - self.k0
     }

@@ -55,9 +55,9 @@ pub(crate) fn differentiate_attention(
     unsafe { dqkv.update_as_f32(0..dqkv.len(), PriorContents::Ignored, work) };
 }
 
-/// Temporary matrices of one task of attention's backward pass, which computes the gradients of one
-/// key head in one sequence. Matrices of queries are `[QUERY_TILE, padded]`, and matrices of keys
-/// `[KEY_TILE, padded]`.
+/// Temporary matrices for one parallel task of attention's backward pass, a task that computes the
+/// gradients of one key head in one sequence. Matrices of queries are `[QUERY_TILE, padded]`, and
+/// matrices of keys `[KEY_TILE, padded]`.
 struct KeyHeadScratch<'a> {
     /// Σ_j dO·O for each query of the group's heads.
     delta: &'a mut [f32],
@@ -181,8 +181,8 @@ fn differentiate_key_head_simd<S: Simd>(
     }
 }
 
-/// Adds the query gradients `x` of one attention head, multiplied by the factor of the attention
-/// scores, to the matrix `dst` from element `first` on.
+/// Adds the query gradients `x` of one attention head, times the scale factor of the scores, to the
+/// rows of the matrix `dst` that begin at element `first`.
 ///
 /// # Safety
 ///
@@ -207,8 +207,9 @@ unsafe fn add_scaled_rows<S: Simd>(
     }
 }
 
-/// Returns the gradient of a score or logit `l` before the softcap, `grad·(1 − (c/cap)²)`. `grad`
-/// is the gradient of `c = cap·tanh(l / cap)`, and `capped` is `c`.
+/// Returns the gradient of a score or logit `l` before the softcap, given the gradient `grad` after
+/// the softcap: `grad·(1 − (c/cap)²)`, where `c` is the softcapped value. `grad` is the gradient of
+/// `c = cap·tanh(l / cap)`, and `capped` is `c`.
 #[inline(always)]
 pub(crate) fn compute_softcap_gradient<S: Simd>(s: S, grad: S::V, capped: S::V, cap: f32) -> S::V {
     let t = s.mul(capped, s.splat(1.0 / cap));
@@ -246,8 +247,8 @@ struct TilePair<'a> {
 }
 
 impl TilePair<'_> {
-    /// Returns how many keys of the block have positions up to that of query `last`, an index in
-    /// the block of queries.
+    /// Returns how many keys of the block are at or before the position of the query with the index
+    /// `last` in the block of queries.
     fn count_keys_up_to(&self, last: usize) -> usize {
         (self.q0 + last + 1).clamp(self.k0, self.k0 + KEY_TILE) - self.k0
     }
@@ -387,8 +388,8 @@ impl KeyHeadTask<'_> {
         }
     }
 
-    /// Computes the gradients of a block of queries and keys from those of the scores: `dq = ds·k`,
-    /// `dk += dsᵀ·q` and `dv += pᵀ·dO`.
+    /// Computes the gradients of a block of queries and keys from the gradients `ds` of the scores:
+    /// `dq = ds·k`, `dk += dsᵀ·q` and `dv += pᵀ·dO`.
     #[inline(always)]
     fn compute_gradients(&self, tiles: &mut KeyHeadScratch, pair: &TilePair) {
         let (g, offset) = (self.g, pair.q0 - pair.k0);

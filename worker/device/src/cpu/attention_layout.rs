@@ -60,9 +60,9 @@ impl AttentionLayout {
         }
     }
 
-    /// Splits the scale of the attention scores into two factors, one for an operand (such as the
-    /// queries) and one for the computed scores. The operands of products that are summed as
-    /// products of bf16 numbers are bf16 numbers, so the scores are multiplied.
+    /// Returns the scale of the attention scores as two factors: one for an operand (such as the
+    /// queries) before the matmul, and one for the computed scores. The operands of products that
+    /// are summed as products of bf16 numbers are bf16 numbers, so the scores are multiplied.
     pub(crate) fn split_scale(&self) -> (f32, f32) {
         match self.products.rule {
             SumRule::OneChain => (self.shape.scale, 1.0),
@@ -164,8 +164,8 @@ pub(crate) fn transpose_rows<S: Simd>(s: S, dst: &mut [f32], rows: HeadSlice) {
     }
 }
 
-/// Transposes 8 rows of a matrix, which have `deep` elements each: `dst[j·KEY_TILE + i] =
-/// from[i·stride + j]` for i in 0..8 and j in 0..deep. `deep` must be a multiple of 8.
+/// Transposes 8 rows and `deep` columns of a matrix: `dst[j·KEY_TILE + i] = from[i·stride + j]` for
+/// i in 0..8 and j in 0..deep. `deep` must be a multiple of 8.
 #[inline(always)]
 fn transpose_strip<S: Simd, E: Element>(s: S, dst: &mut [f32], from: &[E], stride: usize, deep: usize) {
     for j in (0..deep).step_by(8) {
@@ -175,8 +175,8 @@ fn transpose_strip<S: Simd, E: Element>(s: S, dst: &mut [f32], from: &[E], strid
     }
 }
 
-/// Returns the range of keys in a block, as indices from the key at position `k0` on, to which the
-/// query at position `q` attends. `start` is the first position to which the query attends.
+/// Returns the indices of the keys to which the query at position `q` attends, in the block of keys
+/// that begins at position `k0`. `start` is the first position to which the query attends.
 #[inline(always)]
 pub(crate) fn find_visible_keys(q: usize, start: u32, k0: usize) -> Range<usize> {
     let end = (q + 1).clamp(k0, k0 + KEY_TILE) - k0;

@@ -18,8 +18,9 @@ use crate::buffer::{View, ViewMut};
 use crate::ops::{ClassifierGrads, ClassifierOps, ClassifierShape, IGNORE_LABEL, WriteMode};
 use std::ops::Range;
 
-/// Maximum number of logits that are in memory at a time, unless [`MIN_CHUNK_ROWS`] rows have more
-/// logits. The number of rows of a chunk depends on the vocabulary alone.
+/// Maximum number of logits in memory at a time, which may be exceeded in order to process at least
+/// [`MIN_CHUNK_ROWS`] rows at a time. The number of rows of a chunk depends on the vocabulary
+/// alone.
 const MAX_CHUNK_LOGITS: usize = 4 << 20;
 /// Maximum number of rows whose logits are in memory at a time (a chunk of rows).
 const MAX_CHUNK_ROWS: usize = 512;
@@ -133,8 +134,8 @@ impl ClassifierChunk<'_> {
         (0..v).step_by(VOCAB_BLOCK).map(move |start| start..(start + VOCAB_BLOCK).min(v))
     }
 
-    /// Returns the range of elements, in the output layer's weight and its gradient, of the
-    /// vocabulary entries `block`.
+    /// Returns the range of elements that the vocabulary entries `block` have in the output layer's
+    /// weight and in the weight's gradient.
     fn weight_range(&self, block: &Range<usize>) -> Range<usize> {
         block.start * self.shape.d..block.end * self.shape.d
     }
@@ -256,8 +257,8 @@ impl ClassifierChunk<'_> {
     }
 }
 
-/// Rounds up to [`VOCAB_BLOCK`] `f32` numbers in `x` to bf16, and stores the results in the first
-/// half of `x`.
+/// Rounds the `f32` numbers in `x`, at most [`VOCAB_BLOCK`], to bf16, and stores the results in the
+/// first half of the memory of `x`.
 fn round_to_bf16_in_first_half(instruction_set: InstructionSet, x: &mut [f32]) {
     let mut bits = [0u16; VOCAB_BLOCK];
     let bits = &mut bits[..x.len()];
@@ -280,8 +281,8 @@ multiversion! {
     fn cap_logits = softcap_each_logit(x: &mut [f32], cap: f32)
 }
 multiversion! {
-    /// Replaces each logit `x` by `e^(x − shift)·factor`, multiplied by the derivative of the
-    /// softcap that was applied to the logit, with the given instruction set.
+    /// Replaces each logit `x` by `e^(x − shift)·factor·(1 − (x/cap)²)`, where the last factor is
+    /// the softcap's derivative, with the given instruction set.
     fn exponentiate_capped = exponentiate_capped_logits(x: &mut [f32], shift: f32, factor: f32, cap: f32)
 }
 
@@ -333,9 +334,8 @@ fn exponentiate_logits<S: Simd>(s: S, x: &mut [f32], shift: f32, factor: f32) {
     }
 }
 
-/// Replaces each logit `x` by `e^(x − shift)·factor`, multiplied by the derivative of the softcap
-/// that was applied to the logit. This is the softmax part of the gradient of the logit before the
-/// softcap.
+/// Replaces each logit `x` by `e^(x − shift)·factor·(1 − (x/cap)²)`, where the last factor is the
+/// softcap's derivative. This is the softmax part of the gradient of the logit before the softcap.
 #[inline(always)]
 fn exponentiate_capped_logits<S: Simd>(s: S, x: &mut [f32], shift: f32, factor: f32, cap: f32) {
     let (shift, factor) = (s.splat(shift), s.splat(factor));

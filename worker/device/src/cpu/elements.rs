@@ -146,8 +146,8 @@ impl Element for F16 {
     }
 }
 
-/// Evaluates an expression for the slice of `f32`, bf16 or f16 numbers in an [`InputElements`],
-/// with a variable for the slice: `with_elements!(input, x => body)`.
+/// Evaluates `body` with the variable `x` set to the slice of `f32`, bf16 or f16 elements in an
+/// [`InputElements`]: `with_elements!(input, x => body)`.
 macro_rules! with_elements {
     ($in:expr, $x:ident => $body:expr) => {
         match $in {
@@ -471,8 +471,8 @@ fn widen_in_parallel(cpu: &Cpu, to: &mut [f32], from: InputElements) {
 }
 
 impl Cpu {
-    /// Makes the buffer `v`, with elements of any type, usable as the output of an op whose
-    /// parallel tasks run on this CPU backend.
+    /// Wraps the buffer `v`, with elements of any type, as the output of an op whose parallel tasks
+    /// run on this CPU backend.
     pub(super) fn as_output<'a>(&'a self, v: ViewMut<'a>) -> OutputElements<'a> {
         OutputElements::new(self, v)
     }

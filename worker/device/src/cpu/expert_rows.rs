@@ -92,8 +92,8 @@ pub(crate) struct WeightedRowSum<'a> {
 }
 
 multiversion! {
-    /// Computes the weighted sum of several rows with the given instruction set, and writes it to
-    /// the row `y`.
+    /// Computes the weighted sum of matrix rows that `sum` describes (matrix, row indices, weights)
+    /// with the given instruction set, and writes it to the row `y`.
     fn sum_selected_rows = sum_selected_rows_simd(y: &mut [f32], terms: std::ops::Range<usize>, sum: WeightedRowSum)
 }
 multiversion! {
@@ -101,17 +101,18 @@ multiversion! {
     fn dot = dot_simd(a: &[f32], b: &[f32]) -> f32
 }
 
-/// Computes the weighted sum of the selected rows of `sum.x`, and writes it to the row `y`. `terms`
-/// are the indices of the sum's terms. Overwrites `y` with the result or adds the result to `y`, as
-/// `sum.write` states.
+/// Computes the weighted sum of the rows of the matrix `sum.x` with the indices `sum.row_indices`,
+/// and writes it to the row `y`. `terms` are the indices of the sum's terms. Overwrites `y` with
+/// the result or adds the result to `y`, as `sum.write` states.
 #[inline(always)]
 fn sum_selected_rows_simd<S: Simd>(s: S, y: &mut [f32], terms: std::ops::Range<usize>, sum: WeightedRowSum) {
     with_elements!(sum.x, x => sum_selected_elements(s, y, x, terms, sum));
 }
 
-/// Computes the weighted sum of the selected rows of `x`, and writes it to the row `y`. `terms` are
-/// the indices of the sum's terms, which are added in this order. Overwrites `y` or adds to it, as
-/// `sum.write` states. `x` is `sum.x` with elements of type `E`.
+/// Computes the weighted sum of the rows of the matrix `x` with the indices `sum.row_indices`, and
+/// writes it to the row `y`. `terms` are the indices of the sum's terms, which are added in this
+/// order. Overwrites `y` or adds to it, as `sum.write` states. `x` is `sum.x` with elements of type
+/// `E`.
 #[inline(always)]
 fn sum_selected_elements<S: Simd, E: Element>(
     s: S,

@@ -143,8 +143,8 @@ fn normalize_rows<S: Simd>(s: S, y: &mut [f32], stats: &mut [f32], x: &[f32], no
     }
 }
 
-/// Rows of the inputs of LayerNorm's backward pass (such as the output gradient) that one parallel
-/// task processes, and the weight.
+/// Inputs of LayerNorm's backward pass for one parallel task: the weight, and the task's rows of
+/// the input, of the output gradient and of the statistics.
 #[derive(Clone, Copy)]
 struct LayerNormBackwardRows<'a> {
     dy: &'a [f32],

@@ -29,8 +29,8 @@ use crate::buffer::View;
 use crate::ops::WriteMode;
 use std::ops::Range;
 
-/// Maximum block size along the summed dimension of a matmul, which divides each sum into several
-/// passes over the operands. A strip of the left operand then takes 16 KiB of the L1 cache.
+/// Maximum number of terms of each sum that a matmul adds in one pass over its operands, before it
+/// continues with the next pass. A strip of the left operand then takes 16 KiB of the L1 cache.
 const MAX_DEPTH_BLOCK: usize = 512;
 /// Maximum number of elements of a matmul's smaller operand that are copied into the order of their
 /// use (packed) at a time, for all tasks to read.
@@ -38,17 +38,17 @@ const SHARED_PACKED_LEN: usize = 1 << 20;
 /// Maximum number of elements of a matmul's larger operand that one task copies into the order of
 /// their use (packs) at a time. They take half of an L2 cache.
 const TASK_PACKED_LEN: usize = 96 << 10;
-/// Number of elements of a matmul's packed right operand that stay in the L2 cache while many rows
-/// of the left operand are multiplied by these elements. The rest of the cache holds the result and
-/// prefetched elements.
+/// Number of elements of a matmul's packed right operand that are multiplied by many rows of the
+/// left operand at a time, chosen to fit into the L2 cache. The rest of the cache holds the result
+/// and prefetched elements.
 const RESIDENT_PANELS_LEN: usize = 48 << 10;
 
 /// Distance in bytes between addresses that share a set of the L1 cache, so that they can evict
 /// each other's cache lines. It is 64 lines of 64 bytes on common CPUs. A panel of the right
 /// operand, read in place, then evicts its own lines before they are used again.
 const CACHE_SET_PERIOD: usize = 4096;
-/// Minimum number of rows of the result for which a matmul copies a right operand whose rows
-/// compete for the same cache sets, instead of reading it in place.
+/// Minimum number of result rows for which a matmul copies the right operand if the operand's rows
+/// compete for the same cache sets.
 const MIN_ROWS_TO_AVOID_CONFLICTS: usize = 32;
 
 /// Returns how many rows and columns of a matmul's result the innermost function (the micro-kernel)
@@ -67,8 +67,8 @@ fn get_micro_tile_shape(instruction_set: InstructionSet) -> (usize, usize) {
     }
 }
 
-/// Returns the block size along the summed dimension of a matmul with `k` terms per sum, at most
-/// [`MAX_DEPTH_BLOCK`], for blocks of about equal size. The last pass may add fewer.
+/// Returns how many terms of each sum a matmul with `k` terms per sum adds in one pass, at most
+/// [`MAX_DEPTH_BLOCK`], so that passes are about equally long. The last pass may add fewer.
 fn choose_depth_block_len(k: usize, rule: SumRule) -> usize {
     let len = k.div_ceil(k.div_ceil(MAX_DEPTH_BLOCK));
     match rule {
@@ -234,10 +234,9 @@ unsafe fn matmul_row_blocks(
     }
 }
 
-/// A left or right operand of a matmul that tasks copy into packed order if necessary: its
-/// elements, its number of rows or columns, and the panel width. Consists of the elements, the
-/// number of rows (left operand) or columns (right operand), and the number of rows or columns per
-/// panel.
+/// A matmul operand that tasks can copy into packed order: its elements, its number of rows or
+/// columns, and the panel width. Consists of the elements, the number of rows (left operand) or
+/// columns (right operand), and the number of rows or columns per panel.
 #[derive(Clone, Copy)]
 struct PackableOperand<'a> {
     operand: Operand<'a>,
@@ -277,8 +276,9 @@ fn pack_shared_operand(
     });
 }
 
-/// One pass of a matmul over a range of terms of each sum, for some rows or columns of the operand
-/// whose packed copy all tasks share. A pass includes all rows or columns of the other operand.
+/// One pass of a matmul, which adds the products of a range of terms to the result, for some rows
+/// or columns of the operand that all tasks share. A pass includes all rows or columns of the other
+/// operand.
 struct MatmulPass<'a> {
     rule: SumRule,
     c: &'a DisjointSlices<'a, f32>,
@@ -399,8 +399,8 @@ struct UnpackedOperands<'a> {
 }
 
 impl UnpackedOperands<'_> {
-    /// Returns true if the micro-kernel reads the left operand (or the right one if `is_left` is
-    /// false) directly, without a packed copy.
+    /// Returns true if the micro-kernel reads the operand directly, without a packed copy: the left
+    /// operand if `is_left` is true, otherwise the right one.
     fn is_unpacked(&self, is_left: bool) -> bool {
         if is_left { self.a.is_some() } else { self.b.is_some() }
     }

@@ -8,9 +8,9 @@ use super::simd::{LANES, MAX_TILE_ROW_LEN, MicroTile, Simd, load_array, store_ar
 use super::sum_rule::{BF16_BLOCK_LEN, SumRule};
 use std::ops::Range;
 
-/// Makes this thread's vector instructions flush subnormal numbers to zero, if the summation rule
-/// `rule` requires this and the instruction set has a CPU mode for it. The returned value, if any,
-/// must exist while the micro-kernel runs.
+/// Switches this thread's vector instructions to flush subnormal numbers to zero for bf16 matmuls,
+/// if the instruction set relies on a CPU mode for this. The returned value, if any, must exist
+/// while the micro-kernel runs.
 #[inline(always)]
 pub(crate) fn prepare_thread<S: Simd>(_: S, rule: SumRule) -> Option<FlushDenormals> {
     (rule == SumRule::Bf16Blocks && S::USES_FLUSH_MODE).then(FlushDenormals::enable)
@@ -38,9 +38,9 @@ pub(crate) unsafe fn compute_tile<S: Simd, const MR: usize, const NV: usize>(s: 
     }
 }
 
-/// Computes a tile of a matmul's result in registers, where the left operand `a` has the row stride
-/// `rs` and the stride `ks` along the summed dimension. Callers pass constants where they can, for
-/// which the compiler specialises the code.
+/// Computes a tile of a matmul's result in registers from a left operand with the row stride `rs`
+/// and the stride `ks` along the summed dimension. Callers pass constants where they can, for which
+/// the compiler specialises the code.
 ///
 /// # Safety
 ///
@@ -76,8 +76,9 @@ unsafe fn compute_tile_with_strides<S: Simd, const MR: usize, const NV: usize>(
     }
 }
 
-/// Sums the products of the terms `terms` for each element of a tile in registers, as one sequence
-/// of fused multiply-adds that starts at zero. If `FLUSH` is set, subnormal numbers count as zero.
+/// Sums the products with the indices `terms` along the summed dimension for each element of a
+/// tile, as one sequence of fused multiply-adds that starts at zero. If `FLUSH` is set, subnormal
+/// numbers count as zero.
 ///
 /// # Safety
 ///
@@ -109,8 +110,8 @@ unsafe fn run_chains<S: Simd, const FLUSH: bool, const MR: usize, const NV: usiz
     acc
 }
 
-/// Zeros to which a tile's first block of terms is added if the matmul overwrites the result
-/// instead of adding to it.
+/// Zeros that replace the old result as the initial sums of a tile if a matmul overwrites the
+/// result instead of adding to it.
 static ZEROS: [f32; MAX_TILE_ROW_LEN] = [0.0; MAX_TILE_ROW_LEN];
 
 /// Computes a tile of the product of bf16 matrices in the order of additions that
@@ -160,11 +161,11 @@ unsafe fn add_bf16_blocks<S: Simd, const MR: usize, const NV: usize>(
     }
 }
 
-/// Adds one block of terms of a bf16 product to the sums of a tile at `from`, and stores the new
-/// sums at `to`, as [`SumRule::Bf16Blocks`] prescribes. Both addresses come with the number of
-/// elements between rows. If the block has fewer terms than a whole one, `is_padded` adds a missing
-/// term, 0·0, to the chain of the even and to that of the odd terms. (Further ones would change
-/// nothing.)
+/// Adds the products of one block of terms to a tile's sums at `from`, in the order that
+/// [`SumRule::Bf16Blocks`] prescribes, and stores the new sums at `to`. Both addresses come with
+/// the number of elements between rows. If the block has fewer terms than a whole one, `is_padded`
+/// adds a missing term, 0·0, to the chain of the even and to that of the odd terms. (Further ones
+/// would change nothing.)
 ///
 /// # Safety
 ///

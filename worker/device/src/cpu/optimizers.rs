@@ -12,8 +12,8 @@ use crate::ops::{
     expect_lens,
 };
 
-/// Treats an `f32` vector that an optimizer updates as a matrix with one element per row, so that
-/// parallel tasks can update different ranges.
+/// Returns an `f32` vector, which an optimizer updates, as a matrix with one element per row, so
+/// that parallel tasks can update different ranges.
 fn to_single_element_rows(x: ViewMut<'_>) -> SliceRows<'_, f32> {
     SliceRows::new(x.host_slice_mut(), 1)
 }
@@ -90,7 +90,8 @@ multiversion! {
     fn lion_range = lion_vectors(p: &mut [f32], g: &[f32], avg: &mut [f32], hyper: LionCoefficients)
 }
 
-/// Applies one AdamW update to a range of parameters and of both moving averages.
+/// Applies one AdamW update to a range of parameters and to the two moving averages of these
+/// parameters.
 #[inline(always)]
 fn adamw_vectors<S: Simd>(
     s: S,
@@ -134,7 +135,8 @@ fn sgd_vectors<S: Simd>(s: S, p: &mut [f32], g: &[f32], buffer: &mut [f32], hype
     }
 }
 
-/// Applies one Lion update to a range of parameters and of the moving average. The sign of 0 is 0.
+/// Applies one Lion update to a range of parameters and to the moving averages of these parameters'
+/// gradients. The sign of 0 is 0.
 #[inline(always)]
 fn lion_vectors<S: Simd>(_: S, p: &mut [f32], g: &[f32], avg: &mut [f32], hyper: LionCoefficients) {
     let LionCoefficients { grad_scale, decay_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, lr } =

@@ -10,8 +10,8 @@ use super::sum_rule::SumRule;
 use crate::ops::WriteMode;
 use std::ops::Range;
 
-/// Left or right operand of a matmul on the CPU: its elements, the distance between rows or
-/// columns, and the distance along the summed dimension. Element `p` of row `i` (left operand) or
+/// Left or right operand of a matmul on the CPU: its elements, and the distances in elements
+/// between its rows (or columns) and between its terms. Element `p` of row `i` (left operand) or
 /// column `i` (right operand) is at `data[i·row_stride + p·depth_stride]`, and `p` counts the terms
 /// of the sums. One of the strides must be 1.
 #[derive(Clone, Copy)]
@@ -25,8 +25,8 @@ pub(crate) struct Operand<'a> {
 }
 
 impl InputElements<'_> {
-    /// Returns the prescribed order of additions for a matmul of these elements and `other`, which
-    /// depends on whether both are bf16.
+    /// Returns the order of additions for a matmul of these elements and `other`: one order if both
+    /// are bf16, and another one otherwise.
     pub(crate) fn choose_sum_rule(&self, other: &InputElements) -> SumRule {
         match (self, other) {
             (InputElements::Half(HalfFormat::Bf16, _), InputElements::Half(HalfFormat::Bf16, _)) => {
@@ -147,7 +147,7 @@ const ELEMENTS_PER_COPY: usize = 32;
 /// into the cache.
 const PREFETCH_ROWS: usize = 12;
 
-/// Copies the panels numbered `panels` (groups of a few rows) of an operand in which elements of
+/// Copies panels (groups of a few rows) of a transposed matmul operand, in which elements of
 /// neighboring rows are adjacent in memory.
 #[inline(always)]
 fn copy_panels<S: Simd, E: Element>(

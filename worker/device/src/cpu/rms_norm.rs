@@ -159,8 +159,8 @@ fn write_normalized_row<S: Simd>(s: S, y: &mut [f32], x: &[f32], w: &[f32], squa
     rstd
 }
 
-/// Rows of the inputs of RMSNorm's backward pass (such as the output gradient) that one parallel
-/// task processes, and the weight.
+/// Inputs of RMSNorm's backward pass for one parallel task: the weight, and the task's rows of the
+/// input, the output gradient and the reciprocal root mean squares.
 #[derive(Clone, Copy)]
 pub(super) struct RmsNormBackwardRows<'a> {
     /// Gradient of the forward pass's output.

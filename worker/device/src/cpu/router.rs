@@ -7,8 +7,8 @@ use super::simd::{LANES, Simd, exp, load_lanes, store_lanes};
 use crate::buffer::{View, ViewMut};
 use crate::ops::{RouterBackwardInputs, RouterOps, RouterShape};
 
-/// Approximate cost of computing one exponential, relative to copying an element, which determines
-/// how work is divided into tasks.
+/// Approximate cost of computing one exponential, where copying an element costs 1, for dividing
+/// work into tasks.
 const EXP_COST: usize = 4;
 
 impl RouterOps for Cpu {
@@ -85,8 +85,8 @@ fn select_experts(chosen: &mut [u32], probs: &[f32]) {
     }
 }
 
-/// Adds the part of the gradient that comes from the weights of the selected experts to `dprobs`,
-/// the gradient of the router's probabilities.
+/// Computes the gradient of one row's router probabilities from `dweights`, the gradient of the
+/// selected experts' weights, and adds it to `dprobs`.
 fn add_expert_weight_gradients(
     dprobs: &mut [f32],
     dweights: &[f32],

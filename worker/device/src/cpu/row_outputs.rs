@@ -7,8 +7,8 @@ use crate::buffer::ViewMut;
 use crate::ops::WriteMode;
 use std::ops::Range;
 
-/// Number of rows that one partial sum covers when an op on the CPU sums over all rows, such as for
-/// the gradient of a bias. The partial sums are then added in the order of the rows.
+/// Number of matrix rows that are added to each partial sum when an op on the CPU sums over all
+/// rows, as for a bias gradient. The partial sums are then added in the order of the rows.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 
 /// One or more outputs of an op on the CPU, in which each parallel task writes different rows.
@@ -49,7 +49,7 @@ impl<'a> RowOutputs for ElementRows<'a> {
     }
 }
 
-/// An output of an op that is a slice of `T`, of which parallel tasks write different rows.
+/// An op's output in the form of a slice of `T`, of which parallel tasks write different rows.
 pub(crate) struct SliceRows<'a, T> {
     slices: DisjointSlices<'a, T>,
     width: usize,
@@ -112,8 +112,8 @@ impl Cpu {
         self.as_output_rows(y, width, WriteMode::Accumulate)
     }
 
-    /// Selects the columns `columns` of the output `y`, whose rows have `stride` elements, for
-    /// tasks that each read and change one row at a time.
+    /// Returns the columns `columns` of the output `y` as rows that parallel tasks read and change,
+    /// where the rows of `y` have `stride` elements.
     pub(super) fn as_columns_to_update<'a>(
         &'a self,
         y: ViewMut<'a>,
@@ -157,8 +157,8 @@ impl Cpu {
         });
     }
 
-    /// Calls `work` in parallel with ranges of the output `y`, whose elements `work` reads and
-    /// changes as `f32`.
+    /// Calls `work` in parallel on index ranges of the output `y`, so that `work` can read and
+    /// change the elements of each range as `f32`.
     pub(super) fn update_elements(&self, y: ViewMut, work: impl Fn(Range<usize>, &mut [f32]) + Sync) {
         let len = y.len();
         self.run_over_output_rows(len, 1, self.as_rows_to_update(y, 1), |range, mut y| work(range, &mut y));

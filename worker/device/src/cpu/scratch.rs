@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-/// Minimum number of elements of a scratch buffer whose size is rounded up to whole huge pages.
+/// Minimum number of elements for which a scratch buffer's size is rounded up to whole huge pages.
 const HUGE_PAGE_MIN_LEN: usize = 64 << 10;
 
 /// Pool of `f32` buffers that ops on the CPU borrow as temporary memory.

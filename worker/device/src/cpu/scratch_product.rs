@@ -16,9 +16,9 @@ pub(crate) struct ProductMethod {
     pub(crate) rule: SumRule,
 }
 
-/// Part of a matrix product that causal attention needs, because a query attends only to keys up to
-/// its own position. Each variant contains the position of the first query, relative to that of the
-/// first key.
+/// Which part of a matrix product must be computed in causal attention, where a query attends only
+/// to keys up to the query's position. Each variant contains the position of the first query,
+/// relative to that of the first key.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum CausalBound {
     /// Rows are queries, and columns are keys. Columns after the last key of a row need not be
@@ -76,8 +76,8 @@ impl ScratchProduct<'_> {
         assert!(fits, "an operand of a product in scratch memory is too short");
     }
 
-    /// Returns how many columns and which terms of the product causal attention needs for the rows
-    /// from `first` to `last`.
+    /// Returns the number of columns and the range of terms that must be computed in the rows from
+    /// `first` to `last` of a product in causal attention.
     #[inline(always)]
     fn find_needed_part(&self, rule: SumRule, first: usize, last: usize) -> (usize, Range<usize>) {
         let (columns, depth) = (self.columns, self.depth);

@@ -63,8 +63,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Number of elements in each row of the result tile that the matmul micro-kernel computes in
     /// registers at a time.
     const TILE_COLUMNS: usize = Self::TILE_ROW_VECTORS * LANES;
-    /// True if [`Simd::fma_flushed`] and [`Simd::add_flushed`] rely on a CPU mode to flush
-    /// subnormal numbers to zero, false if they do so themselves.
+    /// True if [`Simd::fma_flushed`] and [`Simd::add_flushed`] need a CPU mode that flushes
+    /// subnormal numbers to zero, false if these functions flush the numbers themselves.
     const USES_FLUSH_MODE: bool;
 
     /// Returns a vector whose lanes are all `x`.

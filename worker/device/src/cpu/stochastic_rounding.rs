@@ -4,8 +4,8 @@ use super::simd::Simd;
 use crate::ops::StochasticRounding;
 use crate::philox::compute_random_words_of_16_blocks;
 
-/// Number of elements that are rounded with the random numbers of one call of the Philox generator,
-/// which computes 16 blocks of four words.
+/// Number of elements that are rounded with the random numbers of one call of the Philox generator:
+/// 16 blocks of four 32-bit words.
 const ELEMENTS_PER_DRAW: usize = 64;
 
 multiversion! {

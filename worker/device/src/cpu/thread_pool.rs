@@ -212,8 +212,8 @@ impl PoolState {
         }
     }
 
-    /// Blocks a helper thread until a set of tasks newer than number `last_number` is available or
-    /// the pool ends, and registers the helper for the set. Returns the number of the new task set,
+    /// Blocks a helper thread until the pool gets a set of tasks with a number above `last_number`,
+    /// and registers the thread as a helper for this set. Returns the number of the new task set,
     /// and the task set itself if it is still open. Returns `None` if the pool ends.
     fn wait_for_task_set(&self, last_number: u64) -> Option<(u64, Option<TaskSet>)> {
         for _ in 0..SPIN_ITERATIONS {

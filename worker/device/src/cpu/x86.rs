@@ -292,8 +292,7 @@ fn max_of_8_lanes(v: __m256) -> f32 {
     _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)))
 }
 
-/// Transposes a matrix of 8 × 8 `f32` elements in AVX registers, with shuffles of row pairs, of
-/// pairs of pairs, and of register halves.
+/// Transposes a matrix of 8 × 8 `f32` elements from `src` to `dst` in AVX registers.
 ///
 /// # Safety
 ///

@@ -23,8 +23,8 @@ const MAX_HEAD_DIM: usize = 256;
 /// Number of queries or keys that one thread block processes in the kernels of flash.cu, which
 /// compute attention on tensor cores. This is `BLOCK_ROWS` of flash.cu.
 const FLASH_TILE_ROWS: usize = 128;
-/// Maximum number of bytes of shared memory that a thread block of flash.cu's kernels needs in
-/// addition to its rows of queries, keys, values or gradients. The bytes contain the statistics of
+/// Maximum size in bytes of the shared memory that a thread block of flash.cu's kernels needs for
+/// data other than rows of queries, keys, values or gradients. The bytes contain the statistics of
 /// two steps of 64 such rows, and `BlockState`.
 const FLASH_EXTRA_SHARED_BYTES: usize = 2 * 3 * 64 * 4 + 128;
 
@@ -68,8 +68,8 @@ impl AttentionArg {
 }
 
 /// Computes the grid and the shared memory for a kernel of attention.cu, with one thread block for
-/// each tile of rows, head and sequence. Shared memory holds `row_tiles` tiles of rows and
-/// `score_tiles` tiles of scores. Panics if the GPU has too little shared memory.
+/// each combination of row tile, head and sequence. Shared memory holds `row_tiles` tiles of rows
+/// and `score_tiles` tiles of scores. Panics if the GPU has too little shared memory.
 fn compute_tiled_launch_size(
     cuda: &Cuda,
     s: AttentionShape,

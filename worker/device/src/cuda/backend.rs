@@ -60,8 +60,8 @@ impl MemoryOwner for Gpu {
     }
 }
 
-/// Owner of a buffer that got no GPU memory, because the GPU's memory was full when the buffer was
-/// requested.
+/// Owner of a buffer for which no GPU memory could be allocated; when the buffer is dropped, there
+/// is nothing to free.
 pub(super) struct UnallocatedBufferOwner;
 
 impl MemoryOwner for UnallocatedBufferOwner {
@@ -131,9 +131,10 @@ impl Cuda {
         self.gpu.retry_if_out_of_memory(|| self.kernels.load_all_modules(&self.gpu))
     }
 
-    /// Enables the autotuning of matmuls: from now on, cuBLASLt's algorithms for each new matmul
-    /// are timed, and the fastest is used. Choices are stored in the directory of the kernel cache.
-    /// GPUs and hosts may make different choices, and then differ in the last bits of results.
+    /// Enables the autotuning of matmuls: whenever a new shape of a matmul occurs, cuBLASLt's
+    /// algorithms for it are timed, and the fastest is used. Choices are stored in the directory of
+    /// the kernel cache. GPUs and hosts may make different choices, and then differ in the last
+    /// bits of results.
     pub fn enable_matmul_autotuning(&self) {
         self.cublas_lt.enable_autotuning(&self.gpu, self.kernels.cache_directory());
     }
@@ -186,16 +187,17 @@ impl Cuda {
         self.gpu.make_current()
     }
 
-    /// Issues all GPU calls that were recorded for a CUDA graph but not issued yet, and returns the
-    /// CUDA stream (a `CUstream`) on which this thread's work runs. Fails if this or an earlier
-    /// call failed.
+    /// Issues the GPU calls that are still recorded for a CUDA graph, and returns this thread's
+    /// CUDA stream (a `CUstream`) for calls of other libraries. Fails if this or an earlier call
+    /// failed.
     pub fn flush_and_get_stream(&self) -> std::result::Result<*mut std::ffi::c_void, DeviceError> {
         self.gpu.status.check_no_failure()?;
         Ok(self.gpu.with_flushed_stream(CUstream::cast)?)
     }
 
-    /// Returns the first error of any GPU call and clears it. Until it is cleared, all later GPU
-    /// calls are skipped. The conformance comparison uses this to continue after a failure.
+    /// Removes and returns the stored error of the first failed GPU call, so that later GPU calls
+    /// are no longer skipped. Until it is cleared, all later GPU calls are skipped. The conformance
+    /// comparison uses this to continue after a failure.
     pub fn take_failure(&self) -> std::result::Result<(), DeviceError> {
         self.gpu.status.take_failure()
     }
@@ -228,7 +230,7 @@ impl Cuda {
             .unwrap_or_else(|| DeviceMemory::empty(&self.gpu))
     }
 
-    /// Copies the integers `input` of a kernel from host memory to the GPU, and returns their GPU
+    /// Makes the content of a kernel's integer input available in GPU memory, and returns its GPU
     /// address for use in the current operation. An input that was uploaded recently is not sent
     /// again. An op has at most one input of each name.
     pub(super) fn upload_input<T: bytemuck::Pod>(&self, name: &'static str, input: &[T]) -> Address {
@@ -238,8 +240,8 @@ impl Cuda {
         self.gpu.call_and_record_failure(upload).unwrap_or(0)
     }
 
-    /// Locks the mutex of the cached kernel inputs (integers that were uploaded to the GPU
-    /// recently), which are stored per stream and thread.
+    /// Locks the map of the integer inputs of kernels (such as tokens) that each thread has
+    /// recently uploaded to the GPU, by stream and thread.
     pub(super) fn lock_host_inputs(&self) -> MutexGuard<'_, HashMap<(usize, ThreadId), HostInputCache>> {
         // a panic does not leave the map in an invalid state
         self.host_inputs.lock().unwrap_or_else(PoisonError::into_inner)
@@ -268,13 +270,13 @@ impl Cuda {
         self.run_profiled(|| name.to_string_lossy().into_owned(), launch);
     }
 
-    /// Returns true if cuBLASLt has an algorithm that can compute this matmul.
+    /// Returns true if cuBLASLt has an algorithm for the sizes, strides and types of `matmul`.
     pub(super) fn has_matmul_algorithm(&self, matmul: &Matmul) -> bool {
         self.gpu.call_and_record_failure(|| self.cublas_lt.has_algorithm(&self.gpu, matmul)).unwrap_or(false)
     }
 
-    /// Makes a GPU call that enqueues work, and measures the GPU time of that work under the name
-    /// `name` while profiling is on.
+    /// Runs `call`, which enqueues GPU work, and, while profiling is on, measures the GPU time of
+    /// this work under the name `name`.
     pub(super) fn run_profiled(&self, name: impl FnOnce() -> String, call: impl FnOnce() -> Result<()>) {
         self.gpu.call_and_record_failure(|| self.profile.run_profiled(&self.gpu, name, call));
     }

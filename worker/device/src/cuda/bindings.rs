@@ -1,5 +1,5 @@
-//! Declares the functions of CUDA's libraries that this program calls, which are looked up by name
-//! when a library is opened.
+//! Declares the functions of CUDA's libraries that this program calls; each is looked up by name
+//! when its library is opened at run time.
 //!
 //! Types, constants and signatures are those of the crate `cudarc`, which generates them from the
 //! headers. The headers are those of the oldest supported versions: CUDA 12.0 and cuDNN 9.10.

@@ -20,15 +20,15 @@ const MIN_CHUNK_ROWS: usize = 1024;
 /// The length of each row of logits in memory is rounded up to a multiple of this number of
 /// elements. Matmuls are slow on rows that are not aligned to 16 bytes.
 const ROW_ALIGNMENT: usize = 64;
-/// Number of elements (16 bytes) to a multiple of which the classifier pads a vocabulary with
-/// 16-bit weights, to keep matmuls fast.
+/// A vocabulary with 16-bit output weights is padded to a multiple of this number of entries (16
+/// bytes), to keep the classifier's matmuls fast.
 const VOCABULARY_ALIGNMENT: usize = 8;
-/// If the classifier pads the vocabulary, it computes the logits of a multiple of this number of
-/// rows (tokens) at a time.
+/// If the vocabulary is padded, the classifier computes logits in chunks whose number of tokens is
+/// a multiple of this number.
 const CHUNK_ROW_ALIGNMENT: usize = 128;
 
-/// Into how many rows (tokens) at a time the classifier divides its work, and to which size it pads
-/// the vocabulary.
+/// The number of tokens whose logits the classifier computes at a time, and the padded size of the
+/// vocabulary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ClassifierLayout {
     /// Number of rows whose logits are in memory at a time.
@@ -60,7 +60,8 @@ impl ClassifierLayout {
         ClassifierLayout { chunk_rows, stride, columns: stride, copy_bytes: stride * d * dtype.size() }
     }
 
-    /// Returns the size in bytes of the logits that are in memory at a time.
+    /// Returns how many bytes the `f32` logits of one chunk of tokens take, the only logits that
+    /// the classifier keeps in memory at a time.
     fn count_chunk_logits_bytes(&self) -> usize {
         self.chunk_rows * self.stride * size_of::<f32>()
     }

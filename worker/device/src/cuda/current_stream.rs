@@ -29,8 +29,8 @@ impl GpuContext {
         }
     }
 
-    /// Makes `stream`, a stream of this GPU, the stream to which this thread's GPU calls are
-    /// issued. Returns the previous setting, for [`restore_thread_stream`].
+    /// Makes this thread issue its GPU calls to `stream`, a stream of this GPU, from now on.
+    /// Returns the previous setting, for [`restore_thread_stream`].
     pub(super) fn set_thread_stream(&self, stream: CUstream) -> ThreadStreamSetting {
         THREAD_STREAM.replace(Some((stream, self.main_stream)))
     }

@@ -125,8 +125,8 @@ impl VectorOps for Cuda {
     }
 }
 
-/// Returns the number of blocks into which several vectors are divided for sums of squares:
-/// [`NORM_BLOCK_LEN`] elements each, fewer in a vector's last block.
+/// Returns how many sums of squares are computed for `vectors`: one for each block of
+/// [`NORM_BLOCK_LEN`] elements of a vector, rounded up.
 fn count_norm_blocks(vectors: &[View]) -> usize {
     vectors.iter().map(|x| x.len().div_ceil(NORM_BLOCK_LEN)).sum()
 }
@@ -148,8 +148,8 @@ impl Cuda {
     }
 }
 
-/// Enqueues a kernel that converts `len` elements of `x` to the element type of `y`, and writes
-/// them to `y`.
+/// Enqueues a kernel that stores `len` elements of `x` in `y`, converted to the element type of
+/// `y`.
 pub(super) fn convert_elements(cuda: &Cuda, y: TensorArg, x: TensorArg, len: usize) {
     cuda.launch(ELEMENTWISE_SOURCE, c"cast", LaunchSize::ElementsBy8(len), &[&y, &x, &len]);
 }

@@ -12,8 +12,8 @@ use crate::buffer::{Dtype, ViewMut};
 use crate::fp8::Fp8Format;
 use crate::ops::{Fp8Operand, Fp8Ops, WriteMode};
 
-/// cuBLASLt requires that the addresses in bytes and the summed dimension `k` of the matrices of an
-/// fp8 matmul are multiples of this number.
+/// Number of which the operand addresses (in bytes) and the summed dimension `k` of an fp8 matmul
+/// must be multiples, as cuBLASLt requires.
 const ALIGNMENT: usize = 16;
 /// Maximum number of threads per block of the kernels that quantize to fp8. The kernel that
 /// transposes a tile has exactly this number of threads.
@@ -105,7 +105,7 @@ impl QuantizedMatrix {
     }
 }
 
-/// Computes on the GPU the scale by which the matrix `x` is divided before it is rounded to fp8,
+/// Computes on the GPU the scale for rounding the matrix `x` to fp8 (`x` is divided by it first),
 /// and the reciprocal of the scale. `len` is the number of elements of the matrix.
 fn compute_scales(cuda: &Cuda, x: TensorArg, len: usize, format: Fp8Format) -> DeviceMemory {
     let count = len.div_ceil(8 * MAX_THREADS_PER_BLOCK).min(cuda.properties().multiprocessor_count * 4);

@@ -56,8 +56,8 @@ impl Gpu {
         }))
     }
 
-    /// Locks the list of GPU calls that are recorded to become a CUDA graph, if the calls of this
-    /// thread are recorded. Returns `None` if the calls are issued immediately.
+    /// Locks the recorded GPU calls of the main stream if CUDA graphs are on and this thread issues
+    /// its calls to the main stream. Returns `None` if the calls are issued immediately.
     pub(super) fn lock_if_recording(&self) -> Option<MutexGuard<'_, GraphState>> {
         (self.graphs.is_enabled() && self.current_stream() == self.main_stream)
             .then(|| self.graphs.lock_graph_state())
@@ -72,8 +72,8 @@ impl Gpu {
         Ok(f(self.current_stream()))
     }
 
-    /// Enqueues a GPU call on this thread's stream: records it for a CUDA graph by `record`, or
-    /// issues it immediately by `issue`.
+    /// Enqueues a GPU call on this thread's stream: records the call if CUDA graphs are on and the
+    /// stream is the main stream, otherwise issues it immediately.
     pub(super) fn enqueue(
         &self,
         record: impl FnOnce(&mut CallBatch),

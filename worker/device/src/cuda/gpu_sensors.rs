@@ -101,9 +101,8 @@ impl Cuda {
         Ok(unsafe { CStr::from_ptr(id.as_ptr()) }.to_owned())
     }
 
-    /// Returns the names and values of GPU attributes that explain the GPU's speed, such as clock
-    /// rates, or show which driver functions it supports. An attribute that the driver does not
-    /// know is left out.
+    /// Returns the names and values of GPU attributes from the driver, such as clock rates, memory
+    /// sizes and supported features. An attribute that the driver does not know is left out.
     pub fn query_attributes(&self) -> Vec<(String, i32)> {
         use CUdevice_attribute::*;
         let attributes = [

@@ -137,8 +137,8 @@ impl MainStreamGraphs {
         self.calls.load(Relaxed)
     }
 
-    /// Adds one to the number of GPU calls that were enqueued so far, from which the mean duration
-    /// of a call is computed.
+    /// Counts one enqueued GPU call; the total number of calls is used to compute the mean duration
+    /// of a call.
     pub(super) fn count_call(&self) {
         self.calls.fetch_add(1, Relaxed);
     }
@@ -171,8 +171,8 @@ impl GraphState {
         self.release_idle_blocks(gpu);
     }
 
-    /// Returns the error that turned CUDA graphs off, and clears it, so that it is reported once;
-    /// `None` if there was no error.
+    /// Returns, only once, the error because of which CUDA graphs were turned off, or `None` if no
+    /// error occurred.
     pub(super) fn take_disable_reason(&mut self) -> Option<CudaError> {
         self.disable_reason.take()
     }
@@ -226,8 +226,8 @@ impl GraphState {
         if has_graph && self.launch_graph(gpu, hash) { Ok(()) } else { self.issue_calls_one_by_one(gpu) }
     }
 
-    /// Captures a CUDA graph of the recorded GPU calls, or updates an existing graph for them, if
-    /// that is likely to be faster. Returns false if the calls must be issued one by one.
+    /// Tries to provide a CUDA graph for the recorded GPU calls, by updating the graph of a similar
+    /// batch or by capturing a new graph. Returns false if the calls must be issued one by one.
     ///
     /// If the batch has occurred before, a new graph is captured. Otherwise, if a graph exists for
     /// a similar batch (one with an equal structure hash), that graph is updated. Otherwise, a new
@@ -251,8 +251,8 @@ impl GraphState {
         self.wasted_graphs < MAX_WASTED_GRAPHS && self.capture_graph(gpu, hash, structure_hash)
     }
 
-    /// Stores the recorded GPU calls, for which no CUDA graph exists, so that a later, similar call
-    /// sequence can be compared with them.
+    /// Stores the recorded GPU calls, which have no CUDA graph, for comparison with a later,
+    /// similar call sequence.
     fn remember_unmatched_batch(&mut self, structure_hash: u64) {
         if self.unmatched_batches.len() >= MAX_UNMATCHED_BATCHES {
             self.unmatched_batches.clear(); // the next step fills it again
@@ -260,7 +260,7 @@ impl GraphState {
         self.unmatched_batches.insert(structure_hash, self.batch.clone());
     }
 
-    /// Updates the existing CUDA graph of a similar batch of calls, so that the graph executes the
+    /// Changes the CUDA graph of an earlier, similar batch of calls so that the graph executes the
     /// calls that are recorded now. Returns false if too many calls differ or the driver cannot
     /// update the graph.
     fn update_similar_graph(&mut self, gpu: &GpuContext, similar: u64, hash: u64) -> bool {
@@ -302,9 +302,9 @@ impl GraphState {
         false
     }
 
-    /// Launches the cached CUDA graph of the recorded calls, which is found by the calls' hash
-    /// `hash`, and returns whether this succeeded. If the driver cannot launch it, turns graphs off
-    /// and returns false.
+    /// Looks up the cached CUDA graph for the hash `hash` of the recorded calls, launches the
+    /// graph, and returns true if the launch succeeded. If the driver cannot launch it, turns
+    /// graphs off and returns false.
     fn launch_graph(&mut self, gpu: &GpuContext, hash: u64) -> bool {
         let Some(cached) = self.graphs.get_mut(&hash) else { return false };
         if let Err(error) = cached.graph.launch(gpu) {
@@ -381,7 +381,7 @@ impl GraphState {
         }
     }
 
-    /// Returns those blocks of scratch memory in which nothing is allocated to the driver's memory
+    /// Gives each block of scratch memory that is completely unused back to the driver's memory
     /// pool.
     pub(super) fn release_idle_blocks(&mut self, gpu: &GpuContext) {
         let idle = self.arena.take_idle_blocks();

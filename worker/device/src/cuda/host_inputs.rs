@@ -12,12 +12,12 @@ use super::memory::DeviceMemory;
 use super::pinned_memory::PinnedRing;
 use std::{collections::HashMap, sync::Arc};
 
-/// Maximum number of copies with different contents that the GPU keeps of a kernel input with one
-/// name and size, such as the labels. More than one copy is needed if layers alternate between
+/// Maximum number of different contents of one kernel input (one name and size, such as the labels)
+/// of which copies stay on the GPU. More than one copy is needed if layers alternate between
 /// inputs.
 const MAX_SLOTS_PER_INPUT: usize = 4;
-/// How many times in a row an upload must restore the content that the previous upload has
-/// overwritten before another copy is kept on the GPU.
+/// Number of consecutive alternations of a kernel input between two contents after which the GPU
+/// keeps another copy of the input.
 const ALTERNATIONS_BEFORE_NEW_SLOT: u32 = 2;
 /// Minimum size in bytes of the GPU memory in which a copy of one kernel input is kept. Sizes are
 /// powers of two.

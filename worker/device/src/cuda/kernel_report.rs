@@ -61,7 +61,8 @@ impl Cuda {
         self.kernels.list_launched_functions().iter().map(describe).collect()
     }
 
-    /// Returns which algorithm of cuBLASLt computes each matmul that was requested so far.
+    /// Returns, for each matmul that was requested so far, the algorithm by which cuBLASLt computes
+    /// the matmul.
     pub fn report_matmul_plans(&self) -> Vec<MatmulPlanReport> {
         self.cublas_lt.describe_plans()
     }

@@ -42,8 +42,8 @@ const DEFAULT_TOOLKIT_ROOTS: [&str; 3] = ["/usr/local/cuda", "/usr/local/cuda-13
 /// Maximum number of entries that are read from a directory that may contain CUDA's libraries.
 const MAX_DIRECTORY_ENTRIES: usize = 4096;
 
-/// The words for the dynamic loader's directories in an error that lists where a library was
-/// searched for.
+/// Text that stands for the dynamic loader's directories in the error that lists where a CUDA
+/// library was searched for.
 const DYNAMIC_LOADER_LABEL: &str = "the dynamic loader's directories";
 
 /// An opened library, and the path at which it was found.
@@ -61,8 +61,8 @@ fn parse_major_version(file_name: &str) -> Option<u32> {
 }
 
 impl LibrarySearchPaths {
-    /// Returns a copy of these search paths that rejects libraries for a newer major version of
-    /// CUDA than `major`, the version of the driver.
+    /// Returns a copy of these search paths that finds only libraries of CUDA's major version
+    /// `major` (the version of the driver) or older.
     pub(super) fn with_driver_version(&self, major: u32) -> LibrarySearchPaths {
         LibrarySearchPaths { driver_cuda_major: Some(major), ..self.clone() }
     }
@@ -188,8 +188,8 @@ fn open_library_file(path: &Path, rejected: &mut Vec<RejectedLibrary>) -> Option
     }
 }
 
-/// Opens the library `libnvrtc-builtins` from the directory of `path` if `path` is the library
-/// NVRTC, which needs it. The library stays open as long as the process lives.
+/// Opens the library `libnvrtc-builtins`, which NVRTC needs, from the directory of `path` if `path`
+/// is the file of NVRTC. The library stays open as long as the process lives.
 ///
 /// NVRTC opens `libnvrtc-builtins` by its bare file name. If the library is not in a directory of
 /// the dynamic loader, this only works if the library is already open.

@@ -40,8 +40,9 @@ pub const MATMUL_WORKSPACE_BYTES: usize = 32 << 20;
 /// dropped, and created again when they are needed.
 const MAX_PLANS: usize = 4096;
 
-/// The algorithms chosen for matmuls, by the sizes and types of the matmul and by whether one size
-/// varies and was rounded up. The value is `None` where the library has no algorithm.
+/// The chosen algorithm for each matmul, by the properties of the matmul (sizes, types) and a flag
+/// which is true if one size varies between calls. The value is `None` where the library has no
+/// algorithm.
 type MatmulPlans = HashMap<(Key, bool), Option<Arc<MatmulPlan>>>;
 
 /// The opened cuBLASLt library, and the plans (algorithms and descriptors) of the matmuls that were
@@ -80,8 +81,8 @@ impl CublasLt {
         Ok(CublasLt { lt, path, version, plans, workspaces, search: OnceLock::new() })
     }
 
-    /// Enables autotuning: from now on, cuBLASLt's algorithms for each new matmul are timed, and
-    /// the fastest is used. Choices are stored in `directory` for other processes.
+    /// Enables autotuning: whenever a new shape of a matmul occurs, cuBLASLt's algorithms for it
+    /// are timed, and the fastest is used. Choices are stored in `directory` for other processes.
     pub(super) fn enable_autotuning(&self, gpu: &Gpu, directory: Option<PathBuf>) {
         self.search.get_or_init(|| AlgorithmSearch::new(directory, &gpu.properties, self.version));
     }
@@ -127,8 +128,9 @@ impl CublasLt {
         Ok(address)
     }
 
-    /// Chooses the algorithm for a matmul and returns the matmul ready to be issued, but without
-    /// the GPU memory for its workspace. Returns `None` if the library has no algorithm.
+    /// Chooses the algorithm for a matmul and returns the matmul with its arguments and
+    /// descriptors; the caller must still add the workspace memory. Returns `None` if the library
+    /// has no algorithm.
     ///
     /// The algorithm for a varying size is the one for its size bucket. Where the library rejects
     /// that algorithm for the actual size, the algorithm for exactly this matmul is used, and not
@@ -177,8 +179,8 @@ impl CublasLt {
         (status == 0 && workspace <= MATMUL_WORKSPACE_BYTES).then_some(workspace)
     }
 
-    /// Returns the algorithm and descriptors that are stored for matmuls with the properties `key`,
-    /// or chooses and stores them at the first request. Returns `None` if the library has no
+    /// Returns the plan (algorithm and descriptors) for matmuls with the sizes and types in `key`;
+    /// the first request creates and stores the plan. Returns `None` if the library has no
     /// algorithm.
     fn get_or_create_plan(
         &self,
@@ -199,8 +201,8 @@ impl CublasLt {
         Ok(plan)
     }
 
-    /// Returns for each matmul that was requested so far the cuBLASLt algorithm that computes it,
-    /// ordered by the text that describes the matmul.
+    /// Returns the cuBLASLt algorithm of each matmul that was requested so far, sorted by the
+    /// description of the matmul.
     pub(super) fn describe_plans(&self) -> Vec<MatmulPlanReport> {
         let plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
         let reports = plans.iter().map(|((key, _), plan)| MatmulPlanReport {

@@ -124,8 +124,8 @@ fn matmul_with_operand_type(
     true
 }
 
-/// Returns the element type in which operands of the types `a` and `b` are multiplied: the common
-/// type, bf16 for f32 with bf16, otherwise f32.
+/// Returns the element type to which the two operands of a matmul are converted: their common type,
+/// bf16 if one is f32 and one bf16, otherwise f32.
 fn select_operand_type(a: Dtype, b: Dtype) -> Dtype {
     match (a, b) {
         _ if a == b => a,
@@ -163,8 +163,8 @@ pub(super) fn matmul_with_bias(
     if cuda.has_matmul_algorithm(&request) { cuda.enqueue_matmul(&request) } else { run_separately() }
 }
 
-/// Completes a matmul without cuBLASLt if `m`, `n` or `k` is 0: writes zeros to `c` if `k` is 0 and
-/// `write` overwrites `c`. Returns true if a size is 0, otherwise returns false without doing
+/// Handles a matmul with an empty dimension (`m`, `n` or `k` is 0) without cuBLASLt, by writing
+/// zeros to `c` if necessary. Returns true if a size is 0, otherwise returns false without doing
 /// anything.
 pub(super) fn finish_empty_matmul(
     cuda: &Cuda,
@@ -179,8 +179,8 @@ pub(super) fn finish_empty_matmul(
     len == 0 || k == 0
 }
 
-/// Stores a matmul in `c`, which may have any element type, although the function `run` that
-/// computes the matmul can write only f32.
+/// Computes a matmul with the function `run`, which can write only f32, and converts the result to
+/// the element type of `c`.
 ///
 /// `run` receives f32 scratch memory with the layout of `c`, and the flag `add`. If `add` is false,
 /// `run` must overwrite the scratch memory with the matmul. If `add` is true, the scratch memory

@@ -138,9 +138,9 @@ impl GroupedMatmulOps for Cuda {
 }
 
 impl Cuda {
-    /// Computes one matmul of a grouped matmul: the rows of one expert times the expert's matrix,
-    /// with the result and the operands in `[c, a, b]`. The number of rows of the expert, which is
-    /// the size `varying`, differs from call to call.
+    /// Multiplies the rows of one expert by the expert's matrix, as one of the matmuls of a grouped
+    /// matmul. The number of rows of the expert, which is the size `varying`, differs from call to
+    /// call.
     fn multiply_group(&self, operands: [MatmulOperand; 3], sizes: [usize; 3], varying: VaryingSize) {
         matmul_with_varying_size(self, operands, sizes, WriteMode::Overwrite, Some(varying));
     }

@@ -18,9 +18,8 @@ const ROWS_PER_PARTIAL_SUM: usize = 64;
 /// is `COLUMNS_PER_BLOCK` of norm.cu.
 const COLUMNS_PER_BLOCK: usize = 256;
 
-/// Kernel argument that describes where the rows that a kernel normalizes are stored: whole rows of
-/// a matrix, or attention heads within the rows. The layout of this type is that of `RowLayout` in
-/// norm.cu.
+/// Kernel argument with the positions of the rows to normalize: whole rows of a matrix, or
+/// attention heads within these rows. The layout of this type is that of `RowLayout` in norm.cu.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct RowLayout {
@@ -35,8 +34,8 @@ struct RowLayout {
 unsafe impl KernelArg for RowLayout {}
 
 impl RowLayout {
-    /// Describes `rows` rows of `d` elements, stored without gaps, for a kernel that processes each
-    /// row.
+    /// Creates the layout of a matrix without gaps, with `rows` rows of `d` elements, for a kernel
+    /// that processes each row.
     fn from_contiguous_rows(rows: usize, d: usize) -> Self {
         RowLayout { count: rows, d, heads_per_row: 1, stride: d, first: 0 }
     }
@@ -74,14 +73,14 @@ fn select_kernel(
     }
 }
 
-/// Returns pairs of each tensor and the element type bf16, the form in which [`are_vectorizable`]
-/// checks that all tensors are bf16.
+/// Pairs each tensor with the element type bf16, so that [`are_vectorizable`] checks whether all
+/// these tensors are bf16.
 fn pair_with_bf16<const N: usize>(tensors: [TensorArg; N]) -> [(TensorArg, Dtype); N] {
     tensors.map(|tensor| (tensor, Dtype::Bf16))
 }
 
-/// What multiplies each row of the output gradient when a gradient is summed over rows: 1 for a
-/// bias, the normalized input for a norm's weight.
+/// Factor of each row of the output gradient in a sum over rows: 1 for a bias gradient, the
+/// normalized input for a norm's weight gradient.
 #[derive(Clone, Copy)]
 enum RowFactor {
     One,

@@ -10,8 +10,8 @@ use std::{
     sync::Arc,
 };
 
-/// Maximum total size in bytes of the pinned host buffers of one buffer size that are kept for
-/// uploads of small inputs. If so many uploads are enqueued, the next one waits for the oldest one.
+/// Maximum total size in bytes of those pinned host buffers for uploads of small inputs which have
+/// the same size. If so many uploads are enqueued, the next one waits for the oldest one.
 const MAX_RING_BYTES: usize = 16 << 20;
 /// Minimum size in bytes of a pinned buffer through which small inputs are uploaded to the GPU.
 /// Sizes are powers of two.
@@ -40,8 +40,8 @@ impl Gpu {
     }
 }
 
-/// Pinned host buffers, used in turn, to which small inputs are copied so that their uploads to the
-/// GPU do not block the host. A buffer is reused when its last upload is complete.
+/// Ring of pinned host buffers for small inputs: an input is copied to the next buffer, so that its
+/// upload to the GPU does not block the host. A buffer is reused when its last upload is complete.
 ///
 /// The driver copies from pinned memory while the host continues. For other host memory, it waits
 /// for the earlier work of the stream.

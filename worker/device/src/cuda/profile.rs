@@ -53,8 +53,8 @@ impl GpuProfiler {
         Ok(entries)
     }
 
-    /// Runs `call`, which enqueues GPU work, and measures its GPU time under the name `name` if
-    /// profiling is on.
+    /// Runs `call`, which enqueues GPU work, and, if profiling is on, measures the GPU time of this
+    /// work under the name `name`.
     pub(super) fn run_profiled(
         &self,
         gpu: &Arc<Gpu>,

@@ -1,5 +1,5 @@
-//! [`GpuProperties`], and functions that open the CUDA driver and query its version, GPUs and error
-//! messages.
+//! The properties of a GPU ([`GpuProperties`]), and functions that open the CUDA driver and query
+//! its version, its GPUs and error messages.
 use super::bindings::{
     DriverApi,
     driver_sys::{CUdevice, CUdevice_attribute},
@@ -86,8 +86,8 @@ pub(super) fn query_driver_version(paths: &LibrarySearchPaths) -> Result<((u32, 
     open_driver(paths).map(|(_, version, path)| (split_version(version), path))
 }
 
-/// Returns the CUDA version that the installed driver implements, after checking that the driver
-/// shows this process a GPU.
+/// Fails if the driver shows this process no GPU; otherwise returns the CUDA version that the
+/// installed driver implements.
 pub(super) fn check_gpu_and_query_driver_version(paths: &LibrarySearchPaths) -> Result<(u32, u32)> {
     let (driver, version, _) = open_driver(paths)?;
     get_device(&driver, 0)?;

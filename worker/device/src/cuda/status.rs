@@ -43,8 +43,8 @@ impl DeviceStatus {
         self.lock_first_failure().clone().map_or(Ok(()), Err)
     }
 
-    /// Returns the first error of any GPU call and clears it. Until it is cleared, all later GPU
-    /// calls are skipped.
+    /// Removes and returns the stored error of the first failed GPU call, so that later GPU calls
+    /// are no longer skipped. Until it is cleared, all later GPU calls are skipped.
     pub(super) fn take_failure(&self) -> Result<(), DeviceError> {
         self.has_failed.store(false, Relaxed);
         self.lock_first_failure().take().map_or(Ok(()), Err)

@@ -33,8 +33,8 @@ impl Gpu {
         self.record_event_with_flags(CUevent_flags::CU_EVENT_DISABLE_TIMING)
     }
 
-    /// Records a CUDA event on this thread's stream that also measures the time at which the GPU
-    /// reaches it.
+    /// Records a CUDA event on this thread's stream together with the time at which the GPU reaches
+    /// the event.
     pub(super) fn record_timed_event(self: &Arc<Self>) -> Result<CudaEvent> {
         self.record_event_with_flags(CUevent_flags::CU_EVENT_DEFAULT)
     }

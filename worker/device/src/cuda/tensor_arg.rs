@@ -66,9 +66,10 @@ pub(super) fn f32_gpu_address(v: View) -> Address {
     gpu_address(v)
 }
 
-/// Returns whether each tensor has the element type that it is listed with, and can be read and
-/// written in vectors of eight elements. Each tensor must begin at a multiple of 16 bytes, and have
-/// rows of a multiple of eight elements. The name of a kernel that requires this ends in the type.
+/// Returns true if kernels can read and write each of the tensors in vectors of eight elements of
+/// the type that is paired with the tensor. Each tensor must begin at a multiple of 16 bytes, and
+/// have rows of a multiple of eight elements. The name of a kernel that requires this ends in the
+/// type.
 pub(super) fn are_vectorizable(width: usize, tensors: &[(TensorArg, Dtype)]) -> bool {
     let is_aligned = |(tensor, dtype): &(TensorArg, Dtype)| {
         tensor.at.is_multiple_of(16) && tensor.dtype == dtype_code(*dtype)

@@ -24,9 +24,9 @@ pub trait RouterOps {
         logits: View,
         shape: RouterShape,
     );
-    /// Computes the gradient of the router's logits and overwrites `dlogits` with it. `dweights` is
-    /// the gradient of the output `weights` of [`RouterOps::router_forward`]. The selection of
-    /// experts itself has no gradient.
+    /// Computes the gradient of the loss with respect to the router's logits, and writes it to
+    /// `dlogits`. `dweights` is the gradient of the output `weights` of
+    /// [`RouterOps::router_forward`]. The selection of experts itself has no gradient.
     fn router_backward(
         &self,
         dlogits: ViewMut,
@@ -72,8 +72,8 @@ impl RouterShape {
     }
 }
 
-/// Values from the forward pass of a router, and the coefficients of its extra losses, from which
-/// the gradient of the router's logits is computed.
+/// Inputs from which a router's backward pass computes the gradient of the logits: values from the
+/// forward pass, and coefficients of the router losses.
 #[derive(Clone, Copy)]
 pub struct RouterBackwardInputs<'a> {
     /// Probabilities that the forward pass computed, `[m, experts]`.

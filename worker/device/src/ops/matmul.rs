@@ -59,9 +59,10 @@ pub trait MatmulOps {
     fn conv1d_backward_weight(&self, dw: ViewMut, dy: View, x: View, m: usize, inp: usize, out: usize) {
         self.matmul_backward_weight(dw, x, dy, m, inp, out, WriteMode::Overwrite);
     }
-    /// Returns `x` in the element type that this CPU or GPU uses for matmuls, converted into the
-    /// buffer `buf` if the types differ. Returns `x` itself if it has the type already. `buf` must
-    /// have the length of `x`. Converting a gradient before several matmuls rounds it only once.
+    /// Converts `x` to the element type that this CPU or GPU uses for matmuls, in the buffer `buf`,
+    /// or returns `x` if no conversion is needed. Returns `x` itself if it has the type already.
+    /// `buf` must have the length of `x`. Converting a gradient before several matmuls rounds it
+    /// only once.
     fn convert_to_matmul_dtype<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
         let _ = buf;
         x
@@ -91,8 +92,8 @@ pub trait Fp8Ops {
     );
 }
 
-/// A matrix that is an operand of an fp8 matmul, which divides the elements by a scale and rounds
-/// them to fp8.
+/// An operand of an fp8 matmul: a matrix with elements of any type, and the fp8 format to which the
+/// op rounds them.
 #[derive(Clone, Copy)]
 pub struct Fp8Operand<'a> {
     /// The matrix's elements, of any type.
@@ -161,7 +162,7 @@ impl RowGroup {
         self.rows.start * width..self.rows.end * width
     }
 
-    /// Returns the index range of this group's matrix, which has `len` elements, in the vector that
+    /// Returns the index range of this group's matrix (`len` elements) within the vector that
     /// contains the matrices of all groups.
     pub(crate) fn matrix_element_range(&self, len: usize) -> Range<usize> {
         self.matrix_offset..self.matrix_offset + len

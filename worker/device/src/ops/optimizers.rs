@@ -100,8 +100,8 @@ pub(crate) struct AdamWCoefficients {
 }
 
 impl AdamWHyperparams {
-    /// Computes the constants of AdamW's update number `step` (such as the bias corrections), which
-    /// are equal for all elements. Panics if the number is 0.
+    /// Computes the constants of one AdamW update, such as the bias corrections for the current
+    /// step, which all elements share. Panics if the number is 0.
     pub(crate) fn compute_coefficients(&self) -> AdamWCoefficients {
         assert!(self.step > 0, "adamw: the step is 0, but steps count from 1");
         let (weight, t) = ((1.0 - self.beta1) as f32, self.step as f64);

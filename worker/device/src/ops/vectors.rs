@@ -78,9 +78,9 @@ impl PendingSumsOfSquares {
     }
 }
 
-/// Number of consecutive elements of a gradient whose squares are summed together before these sums
-/// are added up to the squared gradient norm. Sharding does not change these blocks, and therefore
-/// does not change the norm.
+/// Number of consecutive elements of a gradient in one block; the squared gradient norm is the sum
+/// of the blocks' sums of squares. Sharding does not change these blocks, and therefore does not
+/// change the norm.
 pub const NORM_BLOCK_LEN: usize = 4096;
 
 /// Probability and random key of dropout for a vector that consists of samples of equal length, one

@@ -1,11 +1,11 @@
-//! Decides which rank sends which blocks of checkpoint files to which rank, in several exchanges of
-//! limited size ([`FetchSchedule`]). Every rank computes the same schedule.
+//! Schedule by which ranks send each other blocks of checkpoint files, in several all-to-all
+//! exchanges of limited size ([`FetchSchedule`]). Every rank computes the same schedule.
 use ckpt::BlockRange;
 use diagnostic::{Diagnostic, codes};
 use std::{collections::VecDeque, ops::Range};
 
-/// Maximum number of checkpoint blocks (1 MiB each) that one rank sends, and maximum number that it
-/// receives, in one all-to-all exchange.
+/// Maximum number of checkpoint blocks (1 MiB each) that any rank sends or receives in one
+/// all-to-all exchange.
 pub(super) const MAX_BLOCKS_PER_ROUND: u64 = 8;
 
 /// Consecutive blocks (1 MiB each) of a checkpoint file that rank `from` sends to rank `to` in one
@@ -17,8 +17,8 @@ pub(super) struct BlockTransfer {
     pub(super) run: BlockRange,
 }
 
-/// Decides for a series of all-to-all exchanges (rounds) which rank sends which blocks of
-/// checkpoint files to ranks on hosts without these files.
+/// Schedule of all-to-all exchanges in which ranks send blocks of checkpoint files to ranks of
+/// other hosts that lack these files.
 pub(super) struct FetchSchedule<'h> {
     missing: Vec<VecDeque<BlockRange>>,
     holders: &'h [Vec<usize>],
@@ -53,8 +53,9 @@ impl<'h> FetchSchedule<'h> {
         Ok(FetchSchedule { missing: missing.into_iter().map(VecDeque::from).collect(), holders })
     }
 
-    /// Returns which rank sends which blocks to which rank in the next all-to-all exchange (round)
-    /// of missing checkpoint blocks. Returns no transfers if all blocks were sent.
+    /// Plans the next all-to-all exchange of checkpoint blocks between ranks, and returns the
+    /// sender, the receiver and the blocks of each transfer. Returns no transfers if all blocks
+    /// were sent.
     pub(super) fn plan_next_round(&mut self) -> Vec<BlockTransfer> {
         let mut sends = vec![0u64; self.missing.len()];
         let mut round = Vec::new();
@@ -79,9 +80,9 @@ impl<'h> FetchSchedule<'h> {
     }
 }
 
-/// Selects, among the ranks whose host has a checkpoint file, the rank that sends blocks of the
-/// file to rank `to` in this exchange. `holders` are the ranks that have the file. `sends` is the
-/// number of blocks that each rank already sends in this round.
+/// Selects the rank that sends blocks of a file to rank `to` in one exchange, among the ranks whose
+/// host has the file. `holders` are the ranks that have the file. `sends` is the number of blocks
+/// that each rank already sends in this round.
 ///
 /// Returns the holder that sends the fewest blocks, or `None` if every holder already sends
 /// [`MAX_BLOCKS_PER_ROUND`]. Ties are broken by the receiver's rank, so that different receivers

@@ -24,8 +24,8 @@ use std::{
 /// from other ranks.
 const BLOCK_BYTES: usize = 1 << 20;
 
-/// An open checkpoint whose files are spread over several hosts; a rank receives data that its host
-/// does not have from ranks of other hosts. Reading is collective.
+/// An open checkpoint whose files are spread over several hosts; ranks request the data that their
+/// host lacks from ranks of other hosts. Reading is collective.
 pub(crate) struct HostLocalCheckpoint {
     queue: Arc<CollectiveQueue>,
     checkpoint: Checkpoint,
@@ -38,7 +38,7 @@ pub(crate) struct HostLocalCheckpoint {
 
 impl HostLocalCheckpoint {
     /// Opens on all ranks a checkpoint whose files are stored on several hosts, and determines for
-    /// each file which ranks have it on their host. Collective: every rank must call it.
+    /// each file the hosts that store the file. Collective: every rank must call it.
     ///
     /// `path` is the checkpoint's path on this host, even if this host has no part of the
     /// checkpoint. `hash` identifies the checkpoint if hosts have different ones.
@@ -105,8 +105,8 @@ impl HostLocalCheckpoint {
     }
 }
 
-/// What each rank sends to all ranks before they exchange checkpoint blocks (1 MiB each): the
-/// blocks it needs, and whether this is the last exchange.
+/// Message of one rank to all ranks before an exchange of checkpoint blocks: the blocks that the
+/// rank needs, and whether rank 0 needs no more.
 #[derive(Default, Serialize, Deserialize)]
 struct FetchRequest {
     /// Whether rank 0 has read everything, so that the other ranks can stop sending blocks.
@@ -180,9 +180,9 @@ impl HostLocalCheckpoint {
         sink_error.map_or(Ok(false), |e: CkptError| Err(to_unreadable_checkpoint_error(e)))
     }
 
-    /// Reads the blocks that this rank must send to other ranks in the exchange `round` from this
-    /// host's checkpoint files, in the order of the receivers. Returns the data and the number of
-    /// bytes for each receiver.
+    /// Reads from the checkpoint files of this host the blocks that this rank must send in one
+    /// all-to-all exchange, ordered by receiver. Returns the data and the number of bytes for each
+    /// receiver.
     ///
     /// Unreadable blocks are sent as zeros, and the first error is stored in `read_error`.
     fn read_outgoing_blocks(

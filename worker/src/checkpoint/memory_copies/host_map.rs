@@ -1,8 +1,8 @@
-//! Which ranks run on which host, and which other hosts store a copy of a rank's training state in
-//! memory ([`RankHostMap`]).
+//! Map from ranks to hosts ([`RankHostMap`]), which determines which other hosts store a copy of a
+//! rank's training state in memory.
 use std::{collections::BTreeSet, ops::Range};
 
-/// Which ranks run on which host; this decides which other hosts keep a copy of a rank's training
+/// Map from ranks to hosts, which determines which other hosts store a copy of a rank's training
 /// state in memory. Hosts have the order of their ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct RankHostMap {
@@ -57,8 +57,8 @@ impl RankHostMap {
         (1..=others).map(keeper).collect()
     }
 
-    /// Lists the ranks whose training states are copied to the memory of host number `host`: the
-    /// ranks of this host and some ranks of other hosts.
+    /// Lists the ranks whose training state the host with the index `host` stores in memory: the
+    /// host's ranks, and ranks of other hosts as their backup.
     pub(super) fn list_kept_ranks(&self, host: usize, copies: usize) -> BTreeSet<usize> {
         let local = self.hosts.get(host).cloned().unwrap_or_default();
         let world = self.hosts.last().map_or(0, |ranks| ranks.end);

@@ -1,13 +1,13 @@
-//! The latest step events ([`RecentStepEvents`]), which report completed training steps to the
-//! controller and are stored with each memory copy of the training state.
+//! The latest step events ([`RecentStepEvents`]): reports of completed training steps to the
+//! controller, which each memory copy of the training state contains.
 use crate::error::Result;
 use diagnostic::{Diagnostic, codes};
 use protocol::event::Event;
 use serde_json::Value;
 use std::collections::VecDeque;
 
-/// JSON key under which the progress of training (step, samples, tokens) in a memory copy contains
-/// the latest step events.
+/// Key of the step events (reports of completed steps) in the JSON with the progress of training
+/// that each memory copy contains.
 const STEP_EVENTS_KEY: &str = "step_events";
 /// Maximum number of step events (reports of completed steps to the controller) that are stored in
 /// one memory copy of the training state. The events of a few steps can be lost with their host.
@@ -26,8 +26,8 @@ pub struct RecentStepEvents {
 }
 
 impl RecentStepEvents {
-    /// Adds the event that reports the latest completed step, and drops the oldest of
-    /// [`MAX_STEP_EVENTS`] events.
+    /// Adds the event that reports the latest completed step, and drops the oldest event if there
+    /// are already [`MAX_STEP_EVENTS`] events.
     pub(in crate::checkpoint) fn record(&mut self, event: &Event) {
         if self.events.len() == MAX_STEP_EVENTS {
             self.events.pop_front();

@@ -1,5 +1,6 @@
-//! Determines which training states can be restored from memory: those of which hosts have copies
-//! of all ranks. Every rank computes the same selection from the reports of all hosts.
+//! Determines which training states can be restored from the memory of hosts, namely those with a
+//! copy of every rank's shard. Every rank computes the same selection from the reports of all
+//! hosts.
 use ckpt::{Hash, memory_store::MemoryCopyId};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,8 +15,8 @@ pub(super) struct ReportedCopy {
     pub(super) hash: Hash,
 }
 
-/// The message in which one host lists the memory copies of training states that it has, for all
-/// other hosts.
+/// Message to all other hosts in which one host lists the memory copies of training states that it
+/// stores.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct HostCopies {
     pub(super) copies: Vec<ReportedCopy>,
@@ -34,14 +35,14 @@ pub(in crate::checkpoint) struct CompleteState {
 }
 
 impl CompleteState {
-    /// Returns the hash with which hosts reported the memory copy of rank `rank`, or `None` if the
-    /// training state has no such rank.
+    /// Returns the hash of the memory copy of rank `rank`, as hosts have reported it, or `None` if
+    /// the training state has no such rank.
     pub(super) fn find_copy_hash(&self, rank: u32) -> Option<Hash> {
         self.hashes.get(rank as usize).copied()
     }
 
-    /// Lists the ranks whose memory copies the host number `host` must describe to all ranks,
-    /// because no earlier host has these copies.
+    /// Lists the ranks whose memory copies the host with the index `host` must describe to all
+    /// ranks, because no host with a lower index has these copies.
     pub(super) fn list_ranks_described_by(&self, host: usize) -> Vec<u32> {
         (0..self.id.world).filter(|rank| self.holders[*rank as usize].first() == Some(&host)).collect()
     }
@@ -55,8 +56,8 @@ pub(in crate::checkpoint) struct UnusableState {
     pub(in crate::checkpoint) reason: String,
 }
 
-/// The training states of which hosts have memory copies, divided into states that can be restored
-/// and states that cannot.
+/// The training states in the memory of hosts, divided into those that can be restored and those
+/// that cannot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in crate::checkpoint) struct StateSelection {
     /// The complete states, newest first.

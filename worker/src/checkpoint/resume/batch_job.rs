@@ -59,8 +59,8 @@ pub(super) fn list_batch_job_checkpoints(
     Ok(listed)
 }
 
-/// Filter for a directory's checkpoints, given newest first, that accepts those which runs of one
-/// batch job (such as a requeued Slurm job) have saved.
+/// Filter that accepts the checkpoints which runs of one batch job (such as a requeued Slurm job)
+/// have saved, and counts them.
 struct BatchJobSelection<'a> {
     batch_job: &'a BatchJobRecord,
     /// The number of selected checkpoints.
@@ -72,8 +72,8 @@ struct BatchJobSelection<'a> {
 }
 
 impl BatchJobSelection<'_> {
-    /// Creates a filter that accepts the checkpoints that runs of the batch job `batch_job` have
-    /// saved, with zero accepted checkpoints so far.
+    /// Creates the filter for checkpoints that runs of the batch job `batch_job` have saved; the
+    /// filter's count of accepted checkpoints starts at zero.
     fn new(batch_job: &BatchJobRecord) -> BatchJobSelection<'_> {
         BatchJobSelection { batch_job, selected: 0, other_command: None, unreadable: Vec::new() }
     }
@@ -154,8 +154,8 @@ fn build_no_checkpoint_notice(
     Some(Event::new_diagnostic_notice(None, message, &note))
 }
 
-/// Builds a diagnostic of the level "note" with the text `message`, which reports from which
-/// checkpoint a restarted batch job resumes.
+/// Builds a diagnostic of the level "note" with the text `message` about the checkpoint from which
+/// a restarted batch job resumes.
 fn build_batch_job_resume_note(batch_job: &BatchJobRecord, message: &str) -> Diagnostic {
     Diagnostic::note(codes::RESUME_BATCH_JOB, message)
         .with_subject("resume.from")

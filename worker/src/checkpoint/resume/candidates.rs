@@ -29,9 +29,9 @@ pub struct CheckpointLocations<'a> {
     pub memory: Option<&'a HostMemoryCopies>,
 }
 
-/// Lists the checkpoints in the directory `root` for whose paths `accepts` returns true, newest
-/// first, on all hosts if `root` is not shared. Calls `accepts` with the path of each checkpoint,
-/// from the newest to the oldest, on the ranks that list their directory.
+/// Lists the checkpoints in the directory `root` that the filter `accepts` allows, newest first;
+/// without a shared directory, lists those of all hosts. Calls `accepts` with the path of each
+/// checkpoint, from the newest to the oldest, on the ranks that list their directory.
 ///
 /// Collective: every rank must call it.
 pub(super) fn list_candidates(
@@ -58,8 +58,8 @@ pub(super) enum NamedCheckpoint {
     External(Box<ExternalCheckpoint>, PathBuf),
 }
 
-/// Finds the checkpoint that `path`, the value of `resume.from`, means: a checkpoint, or the newest
-/// checkpoint in a directory of checkpoints.
+/// Finds the checkpoint to which `resume.from` (`path`) refers: a checkpoint at this path, or the
+/// newest checkpoint in this directory.
 ///
 /// Collective: every rank must call it.
 pub(super) fn find_named_checkpoint(

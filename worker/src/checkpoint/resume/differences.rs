@@ -41,8 +41,8 @@ pub(super) fn find_precision_change_notice(
     }
 }
 
-/// Returns messages about parameters that are trained by only one of two jobs: this job and the job
-/// that wrote the checkpoint.
+/// Returns messages about parameters that this job trains although the job that wrote the
+/// checkpoint did not, or the reverse.
 pub(super) fn collect_frozen_parameter_notices(
     units: &[ParamUnit],
     tensors: &[TensorInfo],

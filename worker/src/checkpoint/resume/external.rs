@@ -236,8 +236,8 @@ fn collect_unused_part_notices(source: &ExternalCheckpoint, matched: &WeightMatc
     find_unused_buffer_notice(matched).into_iter().chain(rng).collect()
 }
 
-/// Returns a message about buffers (tensors that are not trained) that are in the checkpoint but
-/// not in the job's model, or `None`.
+/// Returns a message about buffers (tensors that are not trained) of the checkpoint that the job's
+/// model lacks, or `None` if there are none.
 fn find_unused_buffer_notice(matched: &WeightMatch) -> Option<String> {
     let has_unused = !matched.unused.is_empty();
     has_unused.then(|| {

@@ -13,8 +13,8 @@ use crate::{
 };
 use protocol::event::ResumeSource;
 
-/// Maximum number of training states in the memory of hosts about which a message states why they
-/// were not used.
+/// Maximum number of training states in the memory of hosts that one message lists with the reason
+/// why they were not used.
 const MAX_LISTED_STATES: usize = 2;
 
 /// Result of the search for a training state in the memory of hosts: the run resumed from it, or
@@ -27,8 +27,8 @@ pub(super) enum MemorySearchOutcome {
     Unusable(Option<String>),
 }
 
-/// Range of steps in which a training state in the memory of hosts is preferred to the checkpoint
-/// on disk that would be tried next.
+/// Range of steps of the training states in the memory of hosts that a resume tries before the next
+/// checkpoint on disk.
 #[derive(Clone, Copy)]
 pub(super) struct MemoryCopyStepRange {
     /// The step of the next checkpoint on disk. States of earlier steps are not tried. `None` if
@@ -39,8 +39,8 @@ pub(super) struct MemoryCopyStepRange {
     pub(super) below: Option<u64>,
 }
 
-/// Resumes from the training state with the largest step in `range` of which the memory of hosts
-/// contains a complete set of copies. Collective: every rank must call it.
+/// Resumes from the newest training state with a step in `range` for which the memory of hosts has
+/// copies of every rank's shard. Collective: every rank must call it.
 pub(super) fn resume_from_memory(
     ready: &mut UninitializedTrainer,
     dirs: &CheckpointLocations,

@@ -161,8 +161,8 @@ pub(super) fn load_opened_checkpoint(
     Ok(ResumePoint { path: path.into(), cursor, is_native: true, rng_generation, memory })
 }
 
-/// An open checkpoint in launch's own format of which every rank can read all files, from a shared
-/// directory or from other hosts through their ranks.
+/// An open checkpoint that launch wrote, of which every rank can read all files: in a shared
+/// directory, or with the help of ranks on other hosts.
 pub(super) enum ReadableCheckpoint {
     Shared(Box<Checkpoint>),
     HostLocal(Box<HostLocalCheckpoint>),
@@ -197,8 +197,8 @@ fn open_native_checkpoint(
     }
 }
 
-/// Builds the error which reports that the step, samples and tokens that a checkpoint records are
-/// not valid.
+/// Builds the error which reports that a checkpoint contains invalid numbers of completed steps,
+/// samples or tokens.
 fn build_invalid_progress_error(path: &Path, what: &str) -> Diagnostic {
     let message = format!("checkpoint {}: {what}", path.display());
     build_checkpoint_error(codes::RESUME_POSITION_INVALID, path, message)
@@ -251,8 +251,8 @@ fn restore_loss_scale(ready: &mut UninitializedTrainer, facts: &RunFacts, path: 
     Ok(ready.trainer.loss_scale.restore_state(state).map_err(|e| invalid().with_cause(&e))?)
 }
 
-/// Reads for each parameter that was frozen for a while how many optimizer updates fewer than the
-/// run it had, from the checkpoint.
+/// Reads from a checkpoint, for each parameter that was frozen for a while, how many of the run's
+/// optimizer updates the parameter has missed.
 fn read_step_lag(facts: &RunFacts, path: &Path) -> Result<HashMap<String, u64>> {
     match facts.cursor.get("late") {
         None | Some(Value::Null) => Ok(HashMap::new()),

@@ -20,8 +20,8 @@ pub struct ResumePoint {
     pub memory: MemoryResumeState,
 }
 
-/// Whether the run resumed from copies of the training state in the memory of hosts, and from which
-/// number on it numbers new copies.
+/// What a resume has found out about memory copies of the training state: whether the run resumed
+/// from them, and the next copy's number.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryResumeState {
     /// Whether the run resumed from copies in memory.

@@ -228,8 +228,8 @@ fn reject_mismatches(source: &ExternalCheckpoint, mismatches: TensorMismatches, 
     Err(error.with_help(help).into())
 }
 
-/// Checks that a checkpoint of another program has the needed optimizer states, and returns the
-/// parameters without states because they were frozen.
+/// Checks that a checkpoint of another program has the optimizer states that the job needs, and
+/// returns the parameters that were frozen and therefore lack states.
 ///
 /// Fails if another optimizer state is missing, or if the training state has no optimizer state.
 fn match_optimizer_states(

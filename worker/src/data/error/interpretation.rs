@@ -8,8 +8,8 @@ use diagnostic::{Diagnostic, codes::data as codes};
 use sandbox::SandboxError;
 use std::{fmt, path::PathBuf};
 
-/// The kinds of work of the sandbox process, such as loading a tokenizer, by which an error states
-/// during which one it occurred.
+/// The kind of work that the sandbox process was doing when an error occurred, such as loading a
+/// tokenizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InterpretationStep {
     /// Load a tokenizer.
@@ -76,8 +76,8 @@ pub struct FailedRecord {
     pub is_exact: bool,
 }
 
-/// Error for a file that a library in the sandbox process could not interpret, or for which it
-/// exceeded a limit such as memory.
+/// Error that a library in the sandbox process could not interpret a file, or exceeded a limit
+/// (such as memory) during the interpretation.
 #[derive(Debug)]
 pub struct InterpretationError {
     /// What the library was doing when it failed.

@@ -47,8 +47,8 @@ pub enum RecordPosition {
 }
 
 impl RecordPosition {
-    /// Returns this position as a named number for the fields of an error: `line` or `row`, and the
-    /// line or row number.
+    /// Returns the name (`line` or `row`) and the number of this position, as a field for the
+    /// diagnostic of an error.
     pub(super) fn to_diagnostic_field(self) -> (&'static str, u64) {
         match self {
             RecordPosition::Line(number) => ("line", number),
@@ -63,8 +63,8 @@ impl fmt::Display for RecordPosition {
     }
 }
 
-/// Copy of serde_json's enum [`Category`] of error categories, through which the categories can be
-/// serialized for another process.
+/// Copy of serde_json's enum [`Category`] (kinds of JSON errors), from which serde derives how a
+/// category is serialized for another process.
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "Category")]
 enum JsonErrorCategory {

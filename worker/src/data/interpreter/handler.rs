@@ -48,8 +48,8 @@ struct InterpreterRequestHandler {
     rows: Option<ParquetRows>,
 }
 
-/// The tokenizer and the chat template that are loaded in the sandbox process, with which it
-/// converts chats and texts to tokens on all threads.
+/// The tokenizer and the chat template loaded in the sandbox process, by which all threads convert
+/// chats and texts to tokens.
 #[derive(Default)]
 pub(super) struct DocumentInterpreter {
     /// The loaded tokenizer. Without one, tokens are bytes.
@@ -100,9 +100,9 @@ fn encode_reply(reply: &impl Serialize) -> Vec<u8> {
     rmp_serde::to_vec(reply).unwrap_or_default()
 }
 
-/// Calls `work`, which passes `bytes` bytes of input to a library, with a limit of CPU time, and
-/// catches a panic of the library. If the library panics, returns the message of the panic,
-/// converted by `convert`.
+/// Runs `work`, which gives a library an input of `bytes` bytes, with a CPU time limit for that
+/// size, and catches panics of the library. If the library panics, returns the message of the
+/// panic, converted by `convert`.
 fn run_with_cpu_limit<T>(bytes: usize, convert: impl FnOnce(String) -> T, work: impl FnOnce() -> T) -> T {
     let result = catch_unwind(AssertUnwindSafe(|| limit_cpu_time(document_cpu_limit(bytes), work)));
     result.unwrap_or_else(|_| convert(describe_last_panic()))
@@ -319,14 +319,14 @@ fn tokens_to_document_result(tokens: tokenizers::Result<Vec<u32>>) -> DocumentRe
     }
 }
 
-/// Creates the error for a chat template during whose compilation or rendering the template library
-/// panicked with the message `message`.
+/// Creates the error for a panic of the template library in which a chat template was being
+/// compiled or rendered; `message` is the panic's message.
 fn describe_template_panic(message: String) -> TemplateFailure {
     TemplateFailure { is_endless: false, detail: message, line: None }
 }
 
-/// Returns an error as the result for a chat during whose rendering the template library panicked,
-/// with the message of the panic.
+/// Returns the result for a chat that could not be rendered because the template library panicked:
+/// an error with the panic's message.
 fn reject_template_panic(message: String) -> PreparedDocument<'static> {
     let problem = ChatProblem::Template(describe_template_panic(message));
     PreparedDocument::Done(DocumentResult::Invalid(problem.into()))

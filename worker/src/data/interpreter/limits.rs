@@ -6,11 +6,11 @@ use std::time::Duration;
 /// memory. The largest tokenizers in use, with 262,144 tokens, need half of it. The small
 /// tokenizers of the tests reach a lower limit sooner.
 const BASE_MEMORY_BYTES: u64 = if cfg!(test) { 256 << 20 } else { 896 << 20 };
-/// Total size in bytes up to which documents that are interpreted at the same time get no memory in
-/// addition to [`BASE_MEMORY_BYTES`]. More text needs additional memory.
+/// Total size in bytes of the documents being interpreted at one time for which
+/// [`BASE_MEMORY_BYTES`] bytes of memory suffice. More text needs additional memory.
 const SHORT_DOCUMENTS_BYTES: u64 = 1 << 20;
-/// Memory in bytes that the sandbox process may use in addition for each byte of text that exceeds
-/// [`SHORT_DOCUMENTS_BYTES`]. 170 bytes were measured.
+/// Memory in bytes that a request may use, beyond [`BASE_MEMORY_BYTES`], for each byte of text
+/// beyond [`SHORT_DOCUMENTS_BYTES`]. 170 bytes were measured.
 const MEMORY_PER_TEXT_BYTE: u64 = 192;
 /// CPU time that the sandbox process may use for a single document, in addition to the time for its
 /// size. The tests wait for a shorter time.
@@ -43,7 +43,7 @@ pub(super) fn document_cpu_limit(bytes: usize) -> Duration {
     BASE_CPU_TIME + scale_cpu_time_to_bytes(CPU_TIME_PER_MIB, bytes as u64)
 }
 
-/// Multiplies the CPU time `per_mib` by the size of the input, which has `bytes` bytes, in MiB.
+/// Returns the CPU time for an input of `bytes` bytes, given the CPU time `per_mib` for each MiB.
 fn scale_cpu_time_to_bytes(per_mib: Duration, bytes: u64) -> Duration {
     Duration::from_nanos((per_mib.as_nanos() as u64).saturating_mul(bytes) >> 20)
 }

@@ -94,8 +94,8 @@ pub(crate) struct DocumentOptions<'a> {
     pub(crate) tokenize: bool,
 }
 
-/// The result for one document in a reply of the sandbox process: tokens, valid, skipped, invalid,
-/// or an error of the tokenizer.
+/// The result for one document in a reply of the sandbox process: its tokens, or that it is valid,
+/// skipped or invalid, or a tokenizer error.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum DocumentResult {
     /// The tokens of the document, with the bit

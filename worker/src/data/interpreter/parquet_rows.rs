@@ -88,9 +88,9 @@ impl Iterator for ParquetRows {
     }
 }
 
-/// Returns the schema of a Parquet file reduced to the columns to read: the column `field` with the
-/// texts or chats and, for chats, the column of tools. Fails if the column is missing or the file
-/// has too many columns.
+/// Returns the part of a Parquet file's schema that is read: the column with the texts or chats
+/// and, for chats, the column `tools`. Fails if the column is missing or the file has too many
+/// columns.
 fn select_columns_to_read(schema: &Type, field: &str, is_chat: bool) -> Result<Type, ParquetProblem> {
     let columns = schema.get_fields();
     if columns.len() > MAX_COLUMNS {
@@ -106,9 +106,9 @@ fn select_columns_to_read(schema: &Type, field: &str, is_chat: bool) -> Result<T
     group.build().map_err(|e| ParquetProblem::Undecodable(e.to_string()))
 }
 
-/// Converts a nested value of a Parquet file to a chat-template value, and adds the value's
-/// estimated memory in bytes to the total `bytes`. Omits null fields of an object, so that a chat
-/// equals one from a JSON lines file. `depth` is the number of enclosing values.
+/// Converts a value of a Parquet row and the values nested in it to values for chat templates, and
+/// adds their estimated memory in bytes to the total `bytes`. Omits null fields of an object, so
+/// that a chat equals one from a JSON lines file. `depth` is the number of enclosing values.
 fn convert_field_to_value(field: Field, depth: usize, bytes: &mut usize) -> Result<Value, RecordProblem> {
     if depth > MAX_DEPTH {
         return Err(RecordProblem::NestedTooDeep { limit: MAX_DEPTH });

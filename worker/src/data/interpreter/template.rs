@@ -24,11 +24,13 @@ use std::collections::BTreeMap;
 const MAX_INSTRUCTIONS: u64 = 10_000_000;
 /// Deepest nesting of lists and objects that the template filter `tojson` writes.
 const MAX_JSON_DEPTH: usize = 500;
-/// The private-use Unicode character that replaces the tag `{% generation %}` in rendered text,
-/// where a range that counts for the loss begins. A chat that contains the character is rejected.
+/// The private-use Unicode character that a chat template outputs instead of the tag `{% generation
+/// %}`, to mark the start of text that counts for the loss. A chat that contains the character is
+/// rejected.
 const GENERATION_BEGIN: char = '\u{F70A1}';
-/// The private-use Unicode character that replaces the tag `{% endgeneration %}` in rendered text,
-/// where a range that counts for the loss ends. A chat that contains the character is rejected.
+/// The private-use Unicode character that a chat template outputs instead of the tag `{%
+/// endgeneration %}`, to mark the end of text that counts for the loss. A chat that contains the
+/// character is rejected.
 const GENERATION_END: char = '\u{F70A2}';
 /// The name under which the chat template is registered in the template engine.
 const TEMPLATE_NAME: &str = "chat";
@@ -77,8 +79,8 @@ impl CompiledTemplate {
         }
     }
 
-    /// Renders `messages`, some or all of a chat's messages from its beginning, as text with this
-    /// template. Generation tags are rendered as [`GENERATION_BEGIN`] and [`GENERATION_END`]. If
+    /// Renders the first messages of a chat, or all of them, as text with this chat template.
+    /// Generation tags are rendered as [`GENERATION_BEGIN`] and [`GENERATION_END`]. If
     /// `add_generation_prompt` is set, the template also appends the generation prompt, after which
     /// a reply of the assistant would begin.
     fn render_messages(
@@ -232,8 +234,9 @@ fn format_json_filter(value: Value, options: Kwargs) -> Result<String, Error> {
     Ok(out)
 }
 
-/// Appends `value` to `out` as JSON. `indent` is the number of spaces per level, or `None` for one
-/// line. `depth` is the number of enclosing lists and objects.
+/// Appends the value of a template expression to the string `out` as JSON text. `indent` is the
+/// number of spaces per level, or `None` for one line. `depth` is the number of enclosing lists and
+/// objects.
 fn append_json(value: &Value, indent: Option<usize>, depth: usize, out: &mut String) -> Result<(), Error> {
     use minijinja::value::ValueKind;
     let unsupported =

@@ -17,8 +17,9 @@ pub(super) struct LibraryTokenizer {
 }
 
 impl LibraryTokenizer {
-    /// Loads a tokenizer from `files` (names and contents), and returns it with the success or
-    /// error that the sandbox process replies to its client. The first file must be tokenizer.json.
+    /// Loads a Hugging Face tokenizer from the texts of its files, and also returns the reply to
+    /// the client of the sandbox process: the tokenizer's properties or an error. The first file
+    /// must be tokenizer.json.
     pub(super) fn load(files: &[(&str, &str)]) -> (Option<Self>, LoadTokenizerReply) {
         match Self::try_load(files) {
             Ok((tokenizer, info)) => (Some(tokenizer), Ok(info)),
@@ -62,8 +63,8 @@ impl LibraryTokenizer {
         Ok(self.inner.encode_fast(text, false)?.get_ids().to_vec())
     }
 
-    /// Converts a text to token ids, and replaces each id by the result of `mask`, which gets the
-    /// id and the range of its bytes.
+    /// Converts a text to token ids, and passes each id with the byte range of the token to the
+    /// function `mask`, whose result replaces the id.
     pub(super) fn encode_masked(
         &self,
         masked: &LossMaskedText,
@@ -83,8 +84,8 @@ impl LibraryTokenizer {
     }
 }
 
-/// Parses the tokenizer's companion files in `companions` whose names end in `.json`, and returns
-/// their names and JSON values. An error contains the name of the file.
+/// Parses those companion files of a tokenizer, such as tokenizer_config.json, whose names end in
+/// `.json`, and returns their names and JSON values. An error contains the name of the file.
 fn parse_companions<'a>(
     companions: &[(&'a str, &str)],
 ) -> Result<Vec<(&'a str, Value)>, (&'a str, TokenizerProblem)> {

@@ -48,8 +48,8 @@ fn build_unusable_input_error(reason: &impl ToString) -> UnusableInput {
 /// The client of the sandbox process to which all fuzz targets and tests pass untrusted input.
 static INTERPRETER: LazyLock<Arc<SandboxInterpreter>> = LazyLock::new(|| SandboxInterpreter::new(THREADS));
 
-/// Returns the options for interpreting test documents, which name the field with the text or chat
-/// and select what counts for the loss.
+/// Returns the options for reading test documents: the name of the field that contains the text or
+/// chat, and which parts of a chat count for the loss.
 fn create_options(field: &str, loss_on: LossTargets) -> DocumentOptions<'_> {
     DocumentOptions { field, loss_on, filter: SplitFilter::All, tokenize: true }
 }
@@ -63,8 +63,8 @@ fn to_unusable_input_error(failure: InterpreterFailure) -> UnusableInput {
     build_unusable_input_error(&error)
 }
 
-/// Fails if the sandbox process rejected a document or the tokenizer failed, and accepts every
-/// other result.
+/// Converts the result for one test document to an error if the document is invalid or if its text
+/// could not be tokenized.
 fn require_usable_result(result: DocumentResult) -> Result<(), UnusableInput> {
     match result {
         DocumentResult::Invalid(problem) => Err(build_unusable_input_error(&problem)),

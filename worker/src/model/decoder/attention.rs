@@ -11,8 +11,8 @@ use device::{
 };
 
 impl Model {
-    /// Returns the arguments of the attention ops (shape, scale, softcap and dropout) for the layer
-    /// and the micro-batch that `input` contains.
+    /// Returns the sizes, scale, softcap and dropout with which attention is computed in the layer
+    /// and for the micro-batch in `input`.
     fn create_attention_shape(&self, input: &LayerInput) -> AttentionShape {
         let (batch, sizes) = (input.batch, self.config.sizes);
         let divisor = if self.config.scales_by_layer_index { (input.layer + 1) as f64 } else { 1.0 };
@@ -30,8 +30,8 @@ impl Model {
         self.config.sliding_layers.get(input.layer).is_some_and(|is_sliding| *is_sliding)
     }
 
-    /// Returns, for each token of the micro-batch, the first position to which the token attends:
-    /// the start of its document or, in sliding-window layers, of its window.
+    /// Returns the first position to which each token of the micro-batch attends: the start of the
+    /// token's document or, with sliding-window attention, of the token's window.
     fn select_attention_starts<'a>(&self, input: &LayerInput<'a>) -> &'a [u32] {
         if self.is_sliding_layer(input) { &input.batch.window_starts } else { &input.batch.starts }
     }

@@ -53,9 +53,9 @@ impl Model {
         self.embedding_dropout.apply_dropout(ops, batch, d, x);
     }
 
-    /// Adds the gradients of the embedding's parameters to `grads`, a flat vector with the
-    /// gradients of all parameters of the embedding. `dx`, `[rows, hidden]`, is the gradient of the
-    /// embedding's output. Leaves unspecified values in `dx`.
+    /// Computes the gradients of the embedding's parameters for one micro-batch, and adds them to
+    /// `grads`, the flat gradient vector of the embedding. `dx`, `[rows, hidden]`, is the gradient
+    /// of the embedding's output. Leaves unspecified values in `dx`.
     pub fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &MicroBatch, mut dx: ViewMut) {
         let (b, t, d) = (batch.sequences, batch.seq_len, self.config.sizes.hidden);
         self.embedding_dropout.apply_dropout(ops, batch, d, dx.reborrow());
@@ -103,9 +103,9 @@ impl Model {
         self.attention_half_backward(input, &mut grads, dx, buffers);
     }
 
-    /// Returns, from the parameters in `input`, the norm that precedes the output layer and the
-    /// weight matrix of the output layer, `[vocab, hidden]`. The matrix is the embedding if the two
-    /// are tied.
+    /// Returns the norm before the output layer and the weight matrix `[vocab, hidden]` of the
+    /// output layer, which is the embedding matrix if the two are tied. The matrix is the embedding
+    /// if the two are tied.
     fn select_head_norm_and_matrix<'a>(
         &self,
         input: &HeadInput<'a>,
@@ -143,9 +143,9 @@ impl Model {
         }
     }
 
-    /// Computes the cross-entropy loss of each token from `input`, the output of the last layer,
-    /// and from `labels`, and writes it to `loss`, `[rows]`. Also computes the backward pass if
-    /// `grads` are given.
+    /// Computes each token's logits from the output of the last layer, and writes the cross-entropy
+    /// loss against the token's label to `loss`. Also computes the backward pass if `grads` are
+    /// given.
     pub fn compute_head_loss(
         &self,
         input: &HeadInput,

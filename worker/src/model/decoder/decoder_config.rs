@@ -16,8 +16,8 @@ use serde_json::{Map, Value, json};
 /// The key of config.json for the dropout rate of attention probabilities.
 const ATTENTION_DROPOUT_KEY: &str = "attention_dropout";
 
-/// The names of the config.json keys for dropout rates, maximum positions and layer widths, in
-/// Llama and all other families except GPT-2.
+/// The config.json keys for dropout rates, maximum position and layer widths as Llama and all other
+/// model families except GPT-2 name them.
 pub(in crate::model) const LLAMA_CONFIG_KEY_NAMES: ConfigKeyNames = ConfigKeyNames {
     dropout_rates: &[ATTENTION_DROPOUT_KEY],
     max_positions: "max_position_embeddings",
@@ -67,8 +67,8 @@ impl TensorNames {
     };
 }
 
-/// The names of the norm modules of a decoder layer, relative to the layer's module. An absent norm
-/// is `None`.
+/// The names of the norm modules within a decoder layer, such as `input_layernorm`, without the
+/// prefix that names the layer. An absent norm is `None`.
 #[derive(Clone, Copy)]
 pub(in crate::model) struct NormModuleNames {
     /// The name of the norm of the input of attention.
@@ -84,8 +84,8 @@ pub(in crate::model) struct NormModuleNames {
 }
 
 impl NormModuleNames {
-    /// The names of the norm modules of a Llama layer, where the inputs of attention and MLP are
-    /// normalized.
+    /// The names of the two norm modules in a Llama layer: one normalizes the input of attention,
+    /// the other the input of the MLP.
     const PRE_NORM_NAMES: NormModuleNames = NormModuleNames {
         attention_in: Some("input_layernorm"),
         attention_out: None,
@@ -220,8 +220,8 @@ impl DecoderConfig {
         Self::from_fields_with_rope(fields, RopeConfig::from_fields(fields)?)
     }
 
-    /// Reads the config.json keys that all decoder families share, apart from the activation
-    /// function, and uses `rope` as the rotary embedding.
+    /// Reads the config.json keys that all decoder families share, except those of the activation
+    /// function and of the rotary embedding, for which the caller passes `rope`.
     pub(in crate::model) fn from_fields_with_rope(fields: &HfConfigFields, rope: RopeConfig) -> Result<Self> {
         let attention_dropout = fields.read_dropout_rate(ATTENTION_DROPOUT_KEY, 0.0)?;
         fields.require_one_of("pretraining_tp", &[json!(1)])?;
@@ -269,8 +269,8 @@ impl DecoderConfig {
         Ok(config)
     }
 
-    /// Creates the config of a decoder with the given sizes and the options that most model
-    /// families have. Neither rotary embedding nor learned positions are set.
+    /// Creates a decoder's config with the given sizes, Llama's tensor names, and the options that
+    /// most model families have. Neither rotary embedding nor learned positions are set.
     pub(in crate::model) fn new_with_defaults(sizes: ModelSizes, intermediate_size: usize) -> Self {
         DecoderConfig {
             sizes,
@@ -319,26 +319,26 @@ impl DecoderConfig {
         if has_dense_layers { self.intermediate_size } else { 0 }
     }
 
-    /// Returns the total width of the outputs of the MLP's first matmul (gate and up), in layers
-    /// without experts; 0 if every layer has experts.
+    /// Returns the number of output columns of the MLP's first matmul (gate and up) in layers
+    /// without experts, or 0 if every layer has experts.
     pub(super) fn gate_up_width(&self) -> usize {
         self.names.gate_up.len() * self.dense_mlp_width()
     }
 
-    /// Returns how the weights of a norm are initialized so that the norm multiplies by 1: with
-    /// zeros if the norm adds one to its weight, otherwise with ones.
+    /// Returns the initial values of a norm's weights: zeros in model families whose norms multiply
+    /// by 1 + weight, otherwise ones.
     pub(super) fn initial_norm_weights(&self) -> ParamInit {
         if self.norm_kind == NormKind::RmsAddOne { ParamInit::Zeros } else { ParamInit::Ones }
     }
 
-    /// Returns the number of parameters of one norm of the residual stream: its weight, and its
-    /// bias if it has one.
+    /// Returns the number of parameters of one norm before or after attention or the MLP: the
+    /// weights and, for LayerNorm, the biases.
     pub(super) fn params_per_norm(&self) -> usize {
         self.sizes.hidden * if self.norm_kind == NormKind::Layer { 2 } else { 1 }
     }
 
-    /// Returns how many numbers per row (token) a norm of the residual stream saves for its
-    /// backward pass.
+    /// Returns how many statistics, such as the mean, a norm saves per token for its backward pass:
+    /// 2 for LayerNorm and 1 for RMSNorm.
     pub(super) fn norm_stats_per_row(&self) -> usize {
         if self.norm_kind == NormKind::Layer { 2 } else { 1 }
     }
@@ -349,8 +349,8 @@ impl DecoderConfig {
         format!("{}.{layer}", self.names.layers)
     }
 
-    /// Reads the key `attention_bias` of config.json, which states whether all projections of
-    /// attention have biases.
+    /// Reads the key `attention_bias` of config.json, a flag that gives all four attention
+    /// projections (q, k, v and o) biases if it is true.
     pub(in crate::model) fn read_attention_bias(&mut self, fields: &HfConfigFields) -> Result<()> {
         self.has_qkv_bias = fields.read_flag("attention_bias")?;
         self.has_o_bias = self.has_qkv_bias;

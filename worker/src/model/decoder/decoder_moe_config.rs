@@ -23,8 +23,8 @@ pub(in crate::model) struct DecoderMoeConfig {
     pub(in crate::model) names: ExpertTensorNames,
 }
 
-/// The module and matrix names, such as `mlp`, from which a model family forms the tensor names of
-/// its router and experts.
+/// The names of the mixture-of-experts module (such as `mlp`) and of an expert's three matrices,
+/// which are parts of the tensor names in checkpoint files.
 pub(in crate::model) struct ExpertTensorNames {
     /// The name of the module with router and experts within a layer, such as `mlp`.
     pub(in crate::model) block: &'static str,

@@ -37,15 +37,15 @@ pub(super) struct DecoderLayerSpans {
 }
 
 impl DecoderLayerSpans {
-    /// Returns where the weight matrices of the four matmuls of a layer with a dense MLP are
-    /// stored, in the order qkv, o, gate_up, down.
+    /// Returns, for each of the layer's four matmuls in the order qkv, o, gate_up, down, the
+    /// position of its weight matrices in the layer's flat parameter vector.
     pub(super) fn list_linears(&self) -> [&LinearLayout; 4] {
         [&self.qkv, &self.o, &self.gate_up, &self.down]
     }
 
-    /// Returns only where the matrices of the layer's four matmuls (qkv, o, gate_up and down) are
-    /// stored, and drops the other ranges. Those of the MLP have no matrices in a layer with
-    /// experts.
+    /// Returns the positions of the weight matrices of the layer's four matmuls (qkv, o, gate_up
+    /// and down), without those of the other tensors. Those of the MLP have no matrices in a layer
+    /// with experts.
     pub(super) fn into_linears(self) -> [LinearLayout; 4] {
         [self.qkv, self.o, self.gate_up, self.down]
     }
@@ -74,8 +74,8 @@ struct LayerLayoutBuilder<'a> {
 }
 
 impl LayerLayoutBuilder<'_> {
-    /// Adds a tensor of the layer, and returns its range in the flat vector with the layer's
-    /// parameters.
+    /// Appends a tensor to the layer's flat parameter vector, and returns the range of the vector
+    /// that the tensor occupies.
     fn add_tensor(&mut self, name: &str, shape: Vec<usize>, init: ParamInit) -> Range<usize> {
         let spec = ParamSpec { name: format!("{}.{name}", self.prefix), shape, init };
         let from = self.len;
@@ -90,9 +90,9 @@ impl LayerLayoutBuilder<'_> {
         self.add_tensor(&format!("{name}.weight"), vec![width], self.config.initial_norm_weights())
     }
 
-    /// Adds the parameters of a norm of the residual stream, and returns their range in the flat
-    /// vector with the layer's parameters. Returns `None` and adds nothing if the layer has no such
-    /// norm.
+    /// Appends the parameters of a norm before or after attention or the MLP to the layer's flat
+    /// parameter vector, and returns their range. Returns `None` and adds nothing if the layer has
+    /// no such norm.
     fn add_residual_stream_norm(&mut self, name: Option<&str>) -> Option<Range<usize>> {
         let (name, width) = (name?, self.config.sizes.hidden);
         let mut span = self.add_norm_weight(name, width);
@@ -131,9 +131,9 @@ impl LayerLayoutBuilder<'_> {
     }
 }
 
-/// Builds the parameter unit of a decoder layer, the tensors that are gathered together, and
-/// assigns each tensor a range in a flat vector. The unit contains all tensors of the layer except
-/// experts. If `layer_number` is `None`, builds the unit of layer 0 as a dense layer.
+/// Lists the tensors of a decoder layer, except experts, as one parameter unit (gathered together),
+/// and assigns each tensor a range in the unit's flat vector. The unit contains all tensors of the
+/// layer except experts. If `layer_number` is `None`, builds the unit of layer 0 as a dense layer.
 pub(super) fn build_layer_unit(
     config: &DecoderConfig,
     layer_number: Option<usize>,

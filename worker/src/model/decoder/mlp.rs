@@ -1,5 +1,5 @@
-//! Forward and backward pass of the second half of a decoder layer without experts: residual
-//! addition, norm, MLP, and residual addition.
+//! Forward and backward pass of the MLP half of a decoder layer without experts, from the output of
+//! attention to the output of the layer.
 use super::{
     decoder_buffers::{SavedBuffers, ScratchBuffers},
     decoder_config::Activation,
@@ -72,10 +72,10 @@ impl Model {
         }
     }
 
-    /// Computes the backward pass of the second half of a layer, which contains the MLP and its
-    /// norm. Writes the parameter gradients to `g`, the gradient of the layer's unit. `dx` is the
-    /// gradient of the layer's output on entry, and of the residual stream after attention on
-    /// return.
+    /// Computes the backward pass of the MLP half of a layer: the gradients of its parameters, and
+    /// that of the residual stream after attention. Writes the parameter gradients to `g`, the
+    /// gradient of the layer's unit. `dx` is the gradient of the layer's output on entry, and of
+    /// the residual stream after attention on return.
     pub(super) fn mlp_half_backward(
         &self,
         input: &LayerInput,

@@ -25,8 +25,8 @@ use std::ops::Range;
 /// embedding.
 const LM_HEAD_NAME: &str = "lm_head.weight";
 
-/// A decoder-only transformer of any supported model family: its config, and the names and places
-/// of its parameters, but not their values.
+/// A decoder-only transformer of any supported model family, which knows its config and its
+/// parameters' names and positions, but does not contain the parameters' values.
 ///
 /// A model describes its parameter units, and computes one block at a time from the parameters that
 /// are passed to it.
@@ -117,13 +117,14 @@ impl Model {
         at..at + experts * self.config.sizes.hidden
     }
 
-    /// Returns the number of elements of the embedding matrix `[vocab, hidden]`, which equals that
-    /// of the output layer's matrix. Learned positions follow the embedding's matrix in its unit.
+    /// Returns the number of elements of the embedding matrix, `vocab` times `hidden`, which is
+    /// also that of the output layer's matrix. Learned positions follow the embedding's matrix in
+    /// its unit.
     pub(super) fn embedding_matrix_len(&self) -> usize {
         self.config.sizes.vocab * self.config.sizes.hidden
     }
 
-    /// Returns the config.json from which the model was built.
+    /// Returns the keys and values of the config.json from which this model was built.
     pub fn hf_config(&self) -> &Map<String, Value> {
         &self.hf_config
     }
@@ -195,8 +196,8 @@ impl Model {
         self.config.has_transposed_matrices
     }
 
-    /// Returns the prefix of tensor names that files without the output layer omit, which
-    /// transformers calls `base_model_prefix`.
+    /// Returns the prefix of tensor names, such as `transformer.` in GPT-2, that is absent in files
+    /// of a model without output layer (`base_model_prefix` of transformers).
     pub fn base_model_prefix(&self) -> Option<&'static str> {
         self.config.names.base_prefix
     }
@@ -288,9 +289,9 @@ impl Model {
         self.embedding_dropout = module("", config.embedding_dropout);
     }
 
-    /// Makes the backward pass compute only the gradients of trained parameters, which are marked
-    /// as trained in `units`. `units` are those of [`Model::param_units`] with the trained
-    /// parameters marked. Gradients of other parameters have unspecified values.
+    /// Limits the backward pass to the gradients of the parameters that `units`, the model's
+    /// parameter units, mark as trained. `units` are those of [`Model::param_units`] with the
+    /// trained parameters marked. Gradients of other parameters have unspecified values.
     pub fn set_trained_params(&mut self, units: &[ParamUnit]) {
         let layers = &units[1..units.len() - 1];
         self.linears.set_trained_params(layers, self.spans.list_linears());

@@ -15,8 +15,8 @@ use crate::model::{
 use crate::params::{ParamInit, ParamSpec};
 use device::{Ops, View, ViewMut, ops::WriteMode};
 
-/// A reference to a [`Model`] with mixture-of-experts layers, whose methods compute these layers
-/// apart from the experts.
+/// A [`Model`] with mixture-of-experts layers, with methods that compute everything in these layers
+/// except the experts.
 #[derive(Clone, Copy)]
 pub struct MoeModel<'a> {
     model: &'a Model,
@@ -24,7 +24,7 @@ pub struct MoeModel<'a> {
 }
 
 impl<'a> MoeModel<'a> {
-    /// Returns the view of the mixture-of-experts layers of `model`, or `None` for a dense model.
+    /// Returns a [`MoeModel`] for `model`, or `None` if the model has no experts.
     pub fn from_model(model: &'a Model) -> Option<Self> {
         model.config.moe.as_ref().map(|config| MoeModel { model, config })
     }
@@ -51,8 +51,8 @@ impl<'a> MoeModel<'a> {
         self.config.losses
     }
 
-    /// Returns the names, shapes and initial values of the tensors of expert number `expert` in
-    /// `layer`: gate, up and down.
+    /// Returns the name, shape and initial values of each tensor of one expert, in the order gate,
+    /// up, down.
     pub fn expert_params(&self, layer: usize, expert: usize) -> Vec<ParamSpec> {
         let DecoderMoeConfig { shape: s, names, .. } = self.config;
         let [gate, up, down] = names.matrices;
@@ -91,18 +91,18 @@ impl<'a> MoeModel<'a> {
         routing.router_forward(ops, router_logits.view(), shape);
     }
 
-    /// Returns the inputs of the experts, one row for each token, `[tokens, hidden]`. These are the
-    /// normalized rows that the most recent call of [`MoeModel::attention_and_router_forward`]
-    /// wrote to `scratch`.
+    /// Returns the normalized hidden states that the experts of the current layer receive as input,
+    /// one row for each token, `[tokens, hidden]`. These are the normalized rows that the most
+    /// recent call of [`MoeModel::attention_and_router_forward`] wrote to `scratch`.
     pub fn normed_expert_inputs<'b>(&self, scratch: &'b ActivationBuffers) -> View<'b> {
         let ScratchBuffers { norm, .. } = scratch.borrow_as_struct();
         norm.view()
     }
 
-    /// Computes the output `y`, `[tokens, hidden]`, of a mixture-of-experts layer as the residual
-    /// stream plus the weighted outputs of each token's experts. The output of a token is the
-    /// residual stream plus the sum of the outputs of the token's experts, each multiplied by the
-    /// router's factor for this expert ([`RouterOutput::weights`]).
+    /// Computes the output of a mixture-of-experts layer, which for each token is the residual
+    /// stream plus the weighted sum of its experts' outputs. The output of a token is the residual
+    /// stream plus the sum of the outputs of the token's experts, each multiplied by the router's
+    /// factor for this expert ([`RouterOutput::weights`]).
     ///
     /// `rows` contains one output row for each token and each of its experts. `choice_rows`,
     /// `[tokens, per_token]`, contains the indices in `rows` of the outputs for each token.
@@ -122,9 +122,10 @@ impl<'a> MoeModel<'a> {
         ops.add(y, residual.view());
     }
 
-    /// Computes the backward pass of a mixture-of-experts layer's router, norm and attention, after
-    /// the experts' backward pass. `dx`, `[rows, hidden]`, is the gradient of the layer's output on
-    /// entry and of its input on return. Overwrites `g`, the gradient of the layer's unit.
+    /// Computes the backward pass of a mixture-of-experts layer except its experts, from the
+    /// gradients that the experts' backward pass returned. `dx`, `[rows, hidden]`, is the gradient
+    /// of the layer's output on entry and of its input on return. Overwrites `g`, the gradient of
+    /// the layer's unit.
     pub fn attention_and_router_backward(
         &self,
         input: &LayerInput,

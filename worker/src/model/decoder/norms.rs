@@ -26,8 +26,8 @@ impl Model {
         buffer.view().slice(0..n)
     }
 
-    /// Creates the norm (RMSNorm or LayerNorm) whose parameters are at `span` in `params`, the flat
-    /// vector of a parameter unit. `buffer` may be overwritten with the norm's factors.
+    /// Creates the RMSNorm or LayerNorm whose parameters are the range `span` of the flat parameter
+    /// vector `params`. `buffer` may be overwritten with the norm's factors.
     pub(super) fn create_row_norm<'a>(
         &self,
         ops: &'a dyn Ops,
@@ -41,8 +41,8 @@ impl Model {
         RowNorm { ops, factors, bias, span, eps: self.config.norm_eps }
     }
 
-    /// Creates the norm whose parameters are at `span` in the parameters of the layer that `input`
-    /// describes; `None` if the model family has no such norm. `buffer` may be overwritten with the
+    /// Creates the norm whose parameters are the range `span` of a layer's flat parameter vector,
+    /// or returns `None` if the model family has no such norm. `buffer` may be overwritten with the
     /// norm's factors.
     pub(super) fn create_norm_if_present<'a>(
         &self,
@@ -53,8 +53,8 @@ impl Model {
         span.map(|span| self.create_row_norm(input.ops, input.params, span.clone(), buffer))
     }
 
-    /// Creates the norm of the input of attention or of the MLP, which returns its input unchanged
-    /// in model families without such a norm. The parameters are as in
+    /// Creates the norm before attention or before the MLP, or a placeholder that normalizes
+    /// nothing if the model family has no such norm. The parameters are as in
     /// [`Model::create_norm_if_present`].
     pub(super) fn create_input_norm<'a>(
         &self,
@@ -65,8 +65,8 @@ impl Model {
         InputNorm { ops: input.ops, norm: self.create_norm_if_present(input, span, buffer) }
     }
 
-    /// Computes the backward pass of the norm or dropout, if any, that follows attention or the MLP
-    /// and precedes the residual addition. The norm's parameters are at `span` in the layer's
+    /// Computes the backward pass of the dropout and the norm that some model families apply to the
+    /// output of attention or of the MLP. The norm's parameters are at `span` in the layer's
     /// parameters. `dy` is the gradient of the output, and `(x, stats)` are the norm's input and
     /// its statistics. Writes the gradients of the parameters to `g`, the gradient of the layer's
     /// unit.
@@ -90,9 +90,9 @@ impl Model {
         buffer.view()
     }
 
-    /// Returns which columns of q and of k are normalized together, in rows that contain q, k and v
-    /// of one token. These are the columns of each head separately or of all heads, as `extent`
-    /// selects.
+    /// Returns which columns of the qkv rows (q, k and v of one token each) are normalized
+    /// together: those of each head, or those of all heads. These are the columns of each head
+    /// separately or of all heads, as `extent` selects.
     fn create_qk_norm_layouts(&self, rows: usize, extent: QkNormExtent) -> [HeadLayout; 2] {
         let sizes = self.config.sizes;
         let layout = |first_column, heads: usize| {

@@ -20,8 +20,9 @@ pub(super) struct RowNorm<'a> {
 }
 
 impl RowNorm<'_> {
-    /// Normalizes each row of `x`, which belongs to one token. Writes the result to `y`, and the
-    /// statistics of the rows, which the backward pass needs, to `stats`.
+    /// Normalizes each row of `x`, the hidden state of one token, and writes the results to `y`.
+    /// Writes the result to `y`, and the statistics of the rows, which the backward pass needs, to
+    /// `stats`.
     pub(super) fn forward(&self, y: ViewMut, stats: ViewMut, x: View) {
         let (w, d, eps) = (self.factors, self.factors.len(), self.eps);
         let m = x.len() / d;
@@ -31,8 +32,8 @@ impl RowNorm<'_> {
         }
     }
 
-    /// Adds `delta` to `x` in place, writes the normalized rows of the sum to `y`, and saves the
-    /// row statistics for the backward pass in `stats`.
+    /// Adds `delta` to the residual stream `x` in place, writes the normalized sum to `y`, and
+    /// saves its statistics for the backward pass in `stats`.
     pub(super) fn add_and_norm_forward(&self, y: ViewMut, stats: ViewMut, x: ViewMut, delta: View) {
         let (w, d, eps) = (self.factors, self.factors.len(), self.eps);
         let m = x.len() / d;
@@ -74,17 +75,19 @@ pub(super) struct InputNorm<'a> {
 }
 
 impl InputNorm<'_> {
-    /// Normalizes the rows `x` of the residual stream to obtain the input of attention or the MLP.
-    /// Writes the normalized rows to `normed` and their statistics to `stats`, and returns
-    /// `normed`. Returns `x` itself if there is no norm.
+    /// Returns the input of attention or of the MLP: the normalized residual stream `x`, or `x`
+    /// itself in model families without a norm at this place. Writes the normalized rows to
+    /// `normed` and their statistics to `stats`, and returns `normed`. Returns `x` itself if there
+    /// is no norm.
     pub(super) fn forward<'x>(&self, x: View<'x>, normed: &'x mut Buf, stats: &mut Buf) -> View<'x> {
         let Some(norm) = &self.norm else { return x };
         norm.forward(normed.view_mut(), stats.view_mut(), x);
         normed.view()
     }
 
-    /// Adds the layer's input `x` in place to `residual`, the output of attention, and returns the
-    /// sum after the norm, if there is one. The result is the input of the MLP or the router.
+    /// Adds the layer's input `x` to the output of attention in place, and returns the normalized
+    /// sum, or the sum itself in model families without this norm. The result is the input of the
+    /// MLP or the router.
     pub(super) fn add_and_norm_forward<'x>(
         &self,
         residual: &'x mut Buf,
@@ -100,10 +103,10 @@ impl InputNorm<'_> {
         normed.view()
     }
 
-    /// Computes the backward pass of the norm of the input of attention or of the MLP, and adds the
-    /// gradient of this input to `dx`. `dy` is the gradient of the rows that [`InputNorm::forward`]
-    /// returned for `x`. Adds the gradients of the norm's parameters to `g`, the gradient of the
-    /// layer's unit.
+    /// Computes the gradients of the parameters and of the input of the norm before attention or
+    /// the MLP, and adds the gradient of the input to `dx`. `dy` is the gradient of the rows that
+    /// [`InputNorm::forward`] returned for `x`. Adds the gradients of the norm's parameters to `g`,
+    /// the gradient of the layer's unit.
     pub(super) fn backward(&self, g: &mut ViewMut, dx: ViewMut, dy: View, x_and_stats: (View, View)) {
         match &self.norm {
             None => self.ops.add(dx, dy),

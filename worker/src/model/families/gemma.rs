@@ -17,7 +17,8 @@ use crate::model::{
 use jobspec::ModelSpec;
 use serde_json::{Map, Value, json};
 
-/// The names of the norm modules of a decoder layer, which are the same in Gemma 2 and Gemma 3.
+/// The names of the four norm modules in a decoder layer of Gemma 2 and Gemma 3, before and after
+/// attention and before and after the MLP.
 const NORM_NAMES: NormModuleNames = NormModuleNames {
     attention_in: Some("input_layernorm"),
     attention_out: Some("post_attention_layernorm"),

@@ -21,8 +21,8 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
     key_names: CONFIG_KEY_NAMES,
 };
 
-/// The keys of config.json for the dropout rates of attention probabilities, of the embedding, and
-/// of the outputs of attention and MLP.
+/// The keys in GPT-2's config.json for three dropout rates: of attention probabilities, of the
+/// embedding, and of the outputs of attention and MLP.
 const DROPOUT_KEYS: [&str; 3] = ["attn_pdrop", "embd_pdrop", "resid_pdrop"];
 
 /// The names of the config.json keys for dropout rates, maximum positions and layer widths in

@@ -11,7 +11,8 @@ use ckpt::TensorRole;
 use device::{Buf, Dtype, Ops, View, ViewMut};
 use jobspec::OptimizerSpec;
 
-/// The optimizer Adafactor: which states it keeps, and how it updates a parameter.
+/// The optimizer Adafactor, which stores second moments of a matrix only as one number per row and
+/// one per column.
 pub(super) struct Adafactor;
 
 impl UpdateRule for Adafactor {
@@ -38,9 +39,9 @@ impl WholeTensorUpdate for Adafactor {
         2 * shape.iter().product::<usize>() + if shape.len() == 2 { shape[0] + shape[1] } else { 0 }
     }
 
-    /// Multiplies consecutive elements `g` of the gradient in place by the step's gradient scale
-    /// (for the mean loss and clipping). For a parameter that is not a matrix, also updates the
-    /// second moments, and divides the gradient by their roots.
+    /// Multiplies this rank's part of a gradient in place by the step's gradient scale, which
+    /// includes the clipping of the gradient norm. For a parameter that is not a matrix, also
+    /// updates the second moments, and divides the gradient by their roots.
     fn prepare_gradient(
         &self,
         ops: &dyn Ops,
@@ -56,8 +57,8 @@ impl WholeTensorUpdate for Adafactor {
         }
     }
 
-    /// Computes the direction of an Adafactor update: the normalized gradient, limited to a root
-    /// mean square of `clip_threshold` and multiplied by the learning rate.
+    /// Computes by how much Adafactor changes each element of a tensor: the normalized gradient
+    /// with a limited root mean square, multiplied by the learning rate.
     fn compute_direction(
         &self,
         ops: &dyn Ops,
@@ -76,9 +77,9 @@ impl WholeTensorUpdate for Adafactor {
     }
 }
 
-/// Updates the moving averages of the squared gradient `g[rows, columns]` over rows and columns,
-/// and returns the gradient divided by the estimated root mean squares. The estimate for an element
-/// is the mean of its row times that of its column, divided by the mean over all rows.
+/// Updates the moving averages of a matrix gradient's squares for each row and column, and returns
+/// the gradient divided by the root mean squares estimated from these averages. The estimate for an
+/// element is the mean of its row times that of its column, divided by the mean over all rows.
 fn normalize_matrix(
     ops: &dyn Ops,
     g: View,
@@ -100,8 +101,9 @@ fn normalize_matrix(
     normalized
 }
 
-/// Updates `means`, moving averages of the mean square of each row of the gradient `g`, with this
-/// step's gradient. A row has `len` elements. `eps` is added to every square.
+/// Updates the moving average of the squared gradient of each row, in `means`, with the mean of the
+/// row's squared elements in the gradient `g`. A row has `len` elements. `eps` is added to every
+/// square.
 fn update_row_square_means(ops: &dyn Ops, means: ViewMut, g: View, len: usize, inputs: &UpdateInputs<'_>) {
     let mut squares = ops.zeroed_with_purpose(MEMORY_LABEL, Dtype::F32, means.len());
     ops.dot_rows(squares.view_mut(), g, g, len);
@@ -111,7 +113,8 @@ fn update_row_square_means(ops: &dyn Ops, means: ViewMut, g: View, len: usize, i
     ops.axpby(means, (1.0 - one_minus_beta2) as f32, squares.view(), one_minus_beta2 as f32);
 }
 
-/// Divides each row r of the matrix `x[rows, len]` by the square root of `means[r] / unit(means)`.
+/// Divides row r of the matrix `x` by the square root of `means[r]`, where all `means` are first
+/// divided by the number `unit(means)`.
 fn divide_rows_by_roots(ops: &dyn Ops, x: ViewMut, means: View, len: usize, unit: impl Fn(&[f32]) -> f64) {
     let means = ops.clone_to_host(means);
     let unit = unit(means.host_slice());
@@ -121,8 +124,8 @@ fn divide_rows_by_roots(ops: &dyn Ops, x: ViewMut, means: View, len: usize, unit
     ops.scale_rows(x, factors.view(), len);
 }
 
-/// Updates consecutive elements `p` of a parameter with weight decay and with Adafactor's direction
-/// or, if `beta1` is set, the direction's moving average.
+/// Applies weight decay to a part of a parameter and subtracts Adafactor's direction, or the moving
+/// average of the directions if the job sets `beta1`.
 fn update(ops: &dyn Ops, p: ViewMut, direction: View, mut states: StateViews, inputs: &UpdateInputs<'_>) {
     let keep = (1.0 - inputs.lr * inputs.group.weight_decay) as f32;
     let Some(beta1) = inputs.spec.beta1 else { return ops.axpby(p, keep, direction, -1.0) };

@@ -7,7 +7,7 @@ use ckpt::TensorRole;
 use device::{Ops, View, ViewMut, ops::AdamWHyperparams};
 use jobspec::OptimizerSpec;
 
-/// The optimizer AdamW: which states it keeps, and how it updates a parameter.
+/// The optimizer AdamW, which keeps a first and a second moment for each parameter element.
 pub(super) struct AdamW;
 
 impl UpdateRule for AdamW {
@@ -25,7 +25,7 @@ impl UpdateRule for AdamW {
     }
 }
 
-/// Applies an AdamW update to the consecutive elements `p` of a parameter and to their first and
+/// Applies AdamW's update to a part of a parameter and to the corresponding part of its first and
 /// second moments. `roles` are the roles of the first and the second moment.
 pub(super) fn update_with_moments(
     ops: &dyn Ops,

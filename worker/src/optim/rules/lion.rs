@@ -7,7 +7,8 @@ use ckpt::TensorRole;
 use device::{Ops, View, ViewMut, ops::LionHyperparams};
 use jobspec::OptimizerSpec;
 
-/// The optimizer Lion: which states it keeps, and how it updates a parameter.
+/// The optimizer Lion, which keeps one momentum for each parameter element and moves the element by
+/// the sign of an update.
 pub(super) struct Lion;
 
 impl UpdateRule for Lion {
@@ -20,7 +21,7 @@ impl UpdateRule for Lion {
     }
 }
 
-/// Applies a Lion update to the consecutive elements `p` of a parameter and to their momentum.
+/// Applies Lion's update to a part of a parameter and to the corresponding part of its momentum.
 fn update(ops: &dyn Ops, p: ViewMut, g: View, mut states: StateViews, inputs: &UpdateInputs<'_>) {
     let ((beta1, beta2), weight_decay) = (inputs.group.betas, inputs.group.weight_decay);
     let h = LionHyperparams { lr: inputs.lr, beta1, beta2, weight_decay, grad_scale: inputs.grad_scale };

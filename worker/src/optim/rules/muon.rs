@@ -22,7 +22,8 @@ const NEWTON_SCHULZ_COEFFICIENTS: (f32, f32, f32) = (3.4445, -4.7750, 2.0315);
 /// division by zero.
 const MIN_NORM: f64 = 1e-7;
 
-/// The optimizer Muon: which states it keeps, and how it updates a parameter.
+/// The optimizer Muon, which keeps a momentum for matrices, and updates all other parameters by
+/// AdamW.
 pub(super) struct Muon;
 
 impl UpdateRule for Muon {
@@ -57,7 +58,7 @@ impl WholeTensorUpdate for Muon {
         2 * small * small + 2 * small * large
     }
 
-    /// Updates Muon's momentum with consecutive elements `g` of the gradient, and replaces `g` by
+    /// Adds this rank's part of a gradient to Muon's momentum, and replaces the gradient in `g` by
     /// the Nesterov momentum.
     fn prepare_gradient(&self, ops: &dyn Ops, g: ViewMut, mut states: StateViews, inputs: &UpdateInputs<'_>) {
         ops.nesterov_momentum(
@@ -79,8 +80,8 @@ impl WholeTensorUpdate for Muon {
     }
 }
 
-/// Moves consecutive elements of a matrix along `direction`, the orthogonalized momentum, and
-/// applies weight decay (Muon's update).
+/// Applies Muon's update to a part of a matrix: weight decay, and a step against `direction`, the
+/// orthogonalized momentum.
 fn update_matrix(ops: &dyn Ops, p: ViewMut, direction: View, _: StateViews, inputs: &UpdateInputs<'_>) {
     let larger_side = inputs.shape[0].max(inputs.shape[1]) as f64;
     let keep = (1.0 - inputs.lr * inputs.group.weight_decay) as f32;

@@ -7,8 +7,8 @@ use ckpt::TensorRole;
 use device::{Ops, View, ViewMut, ops::SgdHyperparams};
 use jobspec::OptimizerSpec;
 
-/// The optimizer SGD (stochastic gradient descent): which states it keeps, and how it updates a
-/// parameter.
+/// The optimizer SGD (stochastic gradient descent), which keeps a momentum for each parameter
+/// element if the job sets one.
 pub(super) struct Sgd;
 
 impl UpdateRule for Sgd {
@@ -21,8 +21,8 @@ impl UpdateRule for Sgd {
     }
 }
 
-/// Applies an SGD update to consecutive elements `p` of a parameter and to their momentum. Either
-/// all parameters have momentum, or none.
+/// Applies SGD's update to a part of a parameter and, if the job sets a momentum, to the
+/// corresponding part of its momentum. Either all parameters have momentum, or none.
 fn update(ops: &dyn Ops, p: ViewMut, g: View, mut states: StateViews, inputs: &UpdateInputs<'_>) {
     let (momentum, weight_decay) = (inputs.group.momentum, inputs.group.weight_decay);
     let h = SgdHyperparams { lr: inputs.lr, momentum, weight_decay, grad_scale: inputs.grad_scale };

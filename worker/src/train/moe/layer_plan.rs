@@ -4,7 +4,8 @@ use crate::{
     model::{Model, MoeModel},
 };
 
-/// Which rank of an expert-parallel group has which experts of one layer.
+/// The placement of one layer's experts: how many experts each rank of an expert-parallel group
+/// has, and in which order token rows are sent to them.
 #[derive(Clone)]
 pub(in crate::train) struct MoeLayerPlan {
     /// The number of MoE layers before this layer.
@@ -17,9 +18,9 @@ pub(in crate::train) struct MoeLayerPlan {
     pub(in crate::train) per_rank: Vec<usize>,
 }
 
-/// Determines for each layer how experts are distributed in an expert-parallel group, and which
-/// parameter unit contains the experts of group member number `number`. The plan of a layer without
-/// experts is `None`.
+/// Determines for each layer with experts which experts each rank of an expert-parallel group has,
+/// and which parameter unit contains this rank's experts. The plan of a layer without experts is
+/// `None`.
 ///
 /// The units of experts follow the model's other units: layer by layer, one unit for each rank of a
 /// group.

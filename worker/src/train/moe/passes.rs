@@ -152,10 +152,10 @@ impl Trainer {
         Ok(self.engine.reduce_gradient(l + 1, round, grad)?)
     }
 
-    /// Sends the gradients of the layer's output to the ranks of each token's experts, and runs the
-    /// backward pass of this rank's experts. Then starts to send back the gradients of the experts'
-    /// inputs and of the router's factors, for which [`Trainer::wait_for_combined_gradients`]
-    /// waits.
+    /// Sends the gradient of a layer's output to the ranks that computed the experts of each token,
+    /// and runs the backward pass of this rank's experts. Then starts to send back the gradients of
+    /// the experts' inputs and of the router's factors, for which
+    /// [`Trainer::wait_for_combined_gradients`] waits.
     fn run_experts_backward(&mut self, l: usize, guard: &ParamsGuard) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let shape = x.shape;
@@ -240,9 +240,9 @@ impl Trainer {
         Ok(self.engine.reduce_partial_sums(unit, round, partial_sums)?)
     }
 
-    /// Waits for the gradients of expert inputs and router factors that other ranks send back for
-    /// this rank's tokens. Sorts the gradients of the factors by token, and for each token in the
-    /// order of its selected experts.
+    /// Waits until other ranks have sent back the gradients of the expert inputs and of the router
+    /// factors for this rank's tokens. Sorts the gradients of the factors by token, and for each
+    /// token in the order of its selected experts.
     fn wait_for_combined_gradients(&mut self, l: usize) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let (_, saved, workspace, dispatcher, _) = x.borrow_for_layer(l);
@@ -255,8 +255,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Runs the backward pass of the router and of the attention of a mixture-of-experts layer,
-    /// after the gradients from the experts have arrived. Writes the gradient of the layer's
+    /// Runs the backward pass of router and attention in a mixture-of-experts layer, from the
+    /// gradients that the experts' backward pass has computed. Writes the gradient of the layer's
     /// parameters to `grad`.
     fn run_attention_and_router_backward(
         &mut self,

@@ -39,14 +39,14 @@ impl ZeroEngine {
         packed
     }
 
-    /// Returns whether the next gradient of parameter unit `u` (tensors that are gathered together)
-    /// is added directly to this rank's existing gradient sum.
+    /// Returns whether the backward pass adds the next gradient of parameter unit `u` (tensors that
+    /// are gathered together) to the existing sum, without a separate buffer.
     fn adds_next_gradient_in_place(&self, u: usize) -> bool {
         self.policy.sums_in_arrival_order && !lock_ignoring_poison(&self.shards[u].grads).is_empty()
     }
 
-    /// Adds `gradient`, the gradient of parameter unit `u` (tensors that are gathered together) for
-    /// one micro-batch, to this rank's sums over micro-batches.
+    /// Adds one micro-batch's gradient of parameter unit `u` (tensors that are gathered together)
+    /// to the gradient sums that this rank keeps during a step.
     fn add_gradient_to_sums(&self, u: usize, micro_batch: usize, mut gradient: Buf) {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
         if !self.adds_next_gradient_in_place(u) {
@@ -131,8 +131,8 @@ impl ZeroEngine {
         })
     }
 
-    /// Queues a reduction of gradients among ranks, and waits until at most
-    /// [`REDUCTIONS_IN_FLIGHT`] reductions are running.
+    /// Queues a gradient reduction among ranks, and waits for older ones if more than
+    /// [`REDUCTIONS_IN_FLIGHT`] reductions are queued or running.
     fn submit_reduction(
         &mut self,
         reduce: impl FnOnce(&dyn Comm) -> Result<()> + Send + 'static,
@@ -144,10 +144,10 @@ impl ZeroEngine {
         Ok(())
     }
 
-    /// Returns an empty accumulator for gradients of parameter unit `u` (tensors that are gathered
-    /// together), which sums them over micro-batches. [`ZeroEngine::push_micro_batch_gradient`]
-    /// adds gradients in the order of the micro-batches, and [`ZeroEngine::reduce_partial_sums`]
-    /// reduces the sums.
+    /// Returns an empty [`MicroBatchSums`], which will sum the gradients of parameter unit `u`
+    /// (tensors that are gathered together) over several micro-batches.
+    /// [`ZeroEngine::push_micro_batch_gradient`] adds gradients in the order of the micro-batches,
+    /// and [`ZeroEngine::reduce_partial_sums`] reduces the sums.
     pub fn begin_partial_sums(&self, u: usize) -> MicroBatchSums {
         let len = self.shards[u].unit.trained_len();
         let Some((pooled, last_use)) = lock_ignoring_poison(&self.micro_batch_sums_pool).pop() else {
@@ -157,8 +157,8 @@ impl ZeroEngine {
         if pooled.len() == len { pooled } else { MicroBatchSums::new(len) }
     }
 
-    /// Adds the gradient of parameter unit `u` (tensors that are gathered together) for one
-    /// micro-batch, which the callback `write` computes, to `partial_sums`.
+    /// Computes one micro-batch's gradient of parameter unit `u` (tensors that are gathered
+    /// together) with the function `write`, and adds it to `partial_sums`.
     ///
     /// Frozen parameters are left out. `write` is not called if the whole unit is frozen.
     pub fn push_micro_batch_gradient(
@@ -182,9 +182,9 @@ impl ZeroEngine {
         partial_sums.push_owned(ops, MicroBatchRange::from_micro_batch(micro_batch), gradient);
     }
 
-    /// Starts to reduce `partial_sums`, the gradients of parameter unit `u` summed over
-    /// micro-batches, to the ranks that own the unit's parameters. The sums cover the micro-batches
-    /// that this rank's group computed in `round`.
+    /// Starts to send `partial_sums`, this rank's gradient sums of parameter unit `u`, to the ranks
+    /// that own the unit's parameters, which add them up. The sums cover the micro-batches that
+    /// this rank's group computed in `round`.
     ///
     /// Collective: every rank must call it for one of its units in every round. The sums are empty
     /// if the rank's group computed no micro-batch in the round.
@@ -290,9 +290,9 @@ impl ZeroEngine {
     }
 
     /// Gathers a vector with one element per trained element of parameter unit `u`, such as a
-    /// gradient, from the unit's owner ranks into `whole`. `owned` is this rank's shard of the
-    /// vector. `whole` must have the length of the whole vector on ranks that own a part of the
-    /// unit, and be empty on others. Collective: every rank must call it.
+    /// gradient, from the ranks that own its parts. `owned` is this rank's shard of the vector.
+    /// `whole` must have the length of the whole vector on ranks that own a part of the unit, and
+    /// be empty on others. Collective: every rank must call it.
     pub fn gather_trained_vector(&self, u: usize, owned: Buf, mut whole: Buf) -> Result<Buf> {
         let (shards, ops, buffers) = (self.shards.clone(), self.ops.clone(), self.exchange.clone());
         self.queue.run_and_wait(move |comm: &dyn Comm| {
@@ -308,15 +308,15 @@ impl ZeroEngine {
     }
 }
 
-/// Returns whether the communication library (such as NCCL) may add the gradients during a
-/// reduce-scatter, in any order. `partial_counts` are the numbers of partial sums of the ranks. The
-/// result is equal on all ranks.
+/// Returns whether the communication library, such as NCCL, may sum the gradients of the ranks in a
+/// reduce-scatter, in which the order of addition is not fixed. `partial_counts` are the numbers of
+/// partial sums of the ranks. The result is equal on all ranks.
 fn can_sum_in_transport(comm: &dyn Comm, policy: ShardingPolicy, partial_counts: &[usize]) -> bool {
     policy.sums_in_arrival_order && comm.has_native_reduce_scatter() && partial_counts.iter().all(|n| *n == 1)
 }
 
-/// Returns the ranges of micro-batches for which rank `rank` has separate gradient sums at the end
-/// of a step.
+/// Returns the micro-batch ranges for which the rank `rank` keeps one gradient sum each until the
+/// end of a step.
 fn list_partial_sum_ranges(
     policy: ShardingPolicy,
     schedule: MicroBatchSchedule,

@@ -33,7 +33,8 @@ const MAX_CONNECTION_TIMEOUT: Duration = Duration::from_secs(60);
 const TRANSFER_REPORT_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long an agent continues to read data that still arrive after the end of a measured transfer.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
-/// The duration of a transfer with small TCP segments, which only tests whether any data arrive.
+/// The duration of a test transfer with small TCP segments, which shows whether small packets
+/// arrive if large ones do not.
 const SMALL_SEGMENT_TEST_TIME: Duration = Duration::from_millis(50);
 
 /// Connects to all addresses of another agent in `request`, and measures round trips and throughput

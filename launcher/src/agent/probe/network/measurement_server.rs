@@ -24,8 +24,8 @@ const MAX_CONNECTIONS: usize = 64;
 const AUTHENTICATION_TIMEOUT: Duration = Duration::from_secs(3);
 /// The time limit for the first data of a measured transfer to arrive.
 pub(super) const FIRST_DATA_TIMEOUT: Duration = Duration::from_millis(1500);
-/// The time without data after which this agent closes a measured connection that should deliver a
-/// command or the next byte to echo.
+/// How long this agent waits for the next command or the next byte to echo on a measured connection
+/// before it closes the connection.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long this agent waits for the end of a transfer that another agent measures, after the
 /// requested duration of the transfer has passed.
@@ -94,8 +94,8 @@ impl TransferReport {
     }
 }
 
-/// Starts one thread for each of `listeners`, which accepts connections over which other agents
-/// with the key measure the network. Fails if a thread cannot be started.
+/// Starts one thread for each listener in `listeners`, to accept the connections on which other
+/// agents measure the network to this host. Fails if a thread cannot be started.
 pub(super) fn start_measurement_servers(listeners: Vec<TcpListener>, key: &HandshakeKey) -> io::Result<()> {
     let active = Arc::new(AtomicUsize::new(0));
     for listener in listeners {
@@ -113,8 +113,8 @@ pub(super) fn start_measurement_servers(listeners: Vec<TcpListener>, key: &Hands
     Ok(())
 }
 
-/// Starts a thread that serves the measurements of another agent on one connection, unless
-/// [`MAX_CONNECTIONS`] such connections are active.
+/// Starts a thread that serves another agent's measurements on one connection, or closes the
+/// connection if [`MAX_CONNECTIONS`] are already served.
 fn start_connection_thread(stream: TcpStream, active: &Arc<AtomicUsize>, key: &HandshakeKey) {
     if active.fetch_add(1, Ordering::Relaxed) >= MAX_CONNECTIONS {
         active.fetch_sub(1, Ordering::Relaxed);
@@ -166,8 +166,8 @@ fn serve_receive_command(mut stream: TcpStream, time: Duration) -> io::Result<()
     Ok(())
 }
 
-/// Executes the command of another agent to send data until that agent stops the transfer, and then
-/// reports the number of retransmits.
+/// Sends data to another agent until that agent stops the transfer, and then sends a report with
+/// the number of retransmits.
 fn serve_send_command(mut stream: TcpStream, time: Duration) -> io::Result<()> {
     stream.set_read_timeout(Some(FIRST_DATA_TIMEOUT + time + TRANSFER_END_TIMEOUT))?;
     let is_done = AtomicBool::new(false);

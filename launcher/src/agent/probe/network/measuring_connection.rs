@@ -11,8 +11,8 @@ use std::{
 };
 use tokio::net::TcpSocket;
 
-/// The TCP segment size, in bytes, of the transfer that shows whether the network loses only
-/// packets that are larger than this. Every network must carry packets of this size.
+/// The TCP segment size, in bytes, of a test transfer that succeeds even if the network loses large
+/// packets. Every network must carry packets of this size.
 pub(super) const SMALL_SEGMENT_BYTES: u32 = 536;
 /// The largest number of bytes that the kernel may buffer unsent on a measured connection, so that
 /// a transfer ends soon after its sender stops. A small number keeps the time short in which data
@@ -96,9 +96,9 @@ pub(super) fn open_connection(
     })
 }
 
-/// Performs the handshake on a connection for measurements that another agent has opened; both
-/// sides prove that they have the key for measurements. Fails if the process does not have the key,
-/// or not within `timeout`.
+/// Checks that the agent that has opened a connection for measurements has the measurement key, and
+/// proves the same to that agent. Fails if the process does not have the key, or not within
+/// `timeout`.
 pub(super) fn authenticate_accepted_connection(
     key: &HandshakeKey,
     stream: TcpStream,

@@ -8,16 +8,15 @@ use diagnostic::{Code, Diagnostic, codes::ssh};
 use protocol::control::ExitStatus;
 use std::{io, time::Duration};
 
-/// The exit code with which OpenSSH's client (`ssh`) reports its own failure, rather than that of
-/// the remote command.
+/// The exit code of OpenSSH's client (`ssh`) for an error of the client itself, after which the
+/// exit code of the remote command is unknown.
 const CLIENT_ERROR_EXIT_CODE: u8 = 255;
-/// The largest number of output lines of OpenSSH's client (`ssh`) that an error message of launch
-/// quotes.
+/// The number of last lines of the stderr of OpenSSH's client, and of last messages of its log,
+/// that an error message of launch quotes.
 const MAX_OUTPUT_LINES: usize = 3;
 
-/// The texts in messages of OpenSSH's client by which launch recognizes a failure, each with an
-/// error code and the stage of the connection that failed. The first entry with a matching text
-/// applies.
+/// Texts from error messages of OpenSSH's client, each with the error code and the connection stage
+/// of the failure that it indicates. The first entry with a matching text applies.
 ///
 /// The texts only select among failures. That the client has failed is known from its exit code.
 const FAILURE_PATTERNS: &[(&[&str], Code, ConnectionStage)] = &[
@@ -81,8 +80,9 @@ pub(in crate::cluster::ssh) struct ClientFailure {
 }
 
 impl ClientFailure {
-    /// Determines why OpenSSH's client has failed, or returns `None` if only the command that it
-    /// ran on the host has ended. `stderr` is what the remote command and the proxy command wrote.
+    /// Determines why OpenSSH's client has failed, or returns `None` if the client has not failed
+    /// and only the remote command has ended. `stderr` is what the remote command and the proxy
+    /// command wrote.
     pub(super) fn from_client_end(
         status: Option<ExitStatus>,
         log: &ClientLogParser,
@@ -139,8 +139,8 @@ impl ClientFailure {
         Self::new(ssh::SSH_CLIENT_TIMEOUT, ConnectionStage::Authentication, message, output, log)
     }
 
-    /// Creates the description of a failure of OpenSSH's client from an error code, the stage of
-    /// the connection that failed, and a message.
+    /// Creates the description of a failure of OpenSSH's client from an error code, the stage in
+    /// which the connection failed, and a message.
     fn new(
         code: Code,
         stage: ConnectionStage,
@@ -174,8 +174,8 @@ impl ClientFailure {
     }
 }
 
-/// Returns the lines that explain a failure of OpenSSH's client: the last messages of the client's
-/// log or, if it has none, the last lines of `stderr`.
+/// Returns the lines that explain a failure of OpenSSH's client: the last lines of its stderr,
+/// followed by the last messages of its log.
 fn select_error_lines(log: &ClientLogParser, stderr: &[u8]) -> Vec<String> {
     let mut lines: Vec<String> = log.messages().map(str::to_owned).collect();
     let text = String::from_utf8_lossy(stderr);

@@ -7,12 +7,11 @@ use std::collections::VecDeque;
 /// The largest number of recent messages of OpenSSH's client that are kept for error messages of
 /// launch.
 const MAX_MESSAGES: usize = 24;
-/// The length, in bytes, of the longest line in the log of OpenSSH's client that is kept. The rest
+/// The length, in bytes, to which each line in the log of OpenSSH's client is truncated. The rest
 /// of a longer line is ignored.
 const MAX_LINE_BYTES: usize = 1 << 10;
 
-/// The prefixes of lines in the log of OpenSSH's client that look like warnings but report no
-/// problem.
+/// The beginnings of informational lines in the log of OpenSSH's client that are no error messages.
 const IRRELEVANT_LINE_PREFIXES: [&str; 7] = [
     "OpenSSH_",
     "Authenticated to ",
@@ -23,8 +22,8 @@ const IRRELEVANT_LINE_PREFIXES: [&str; 7] = [
     "Pseudo-terminal will not be allocated",
 ];
 
-/// What the log of OpenSSH's client has reported so far: whether the login has succeeded, the host
-/// key, the exit of the remote command, and messages.
+/// A parser for the log of OpenSSH's client, which also stores the results: login state, host key,
+/// exit of the remote command, and messages.
 #[derive(Debug, Default)]
 pub(super) struct ClientLogParser {
     /// The beginning of a line whose end has not arrived.

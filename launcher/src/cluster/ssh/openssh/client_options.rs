@@ -91,9 +91,9 @@ impl ClientOptions {
     }
 }
 
-/// Returns the time limit in seconds for connecting to each of `addresses` addresses of a host, if
-/// `timeout` is the limit for all of them. OpenSSH's client tries the addresses one after another,
-/// and applies its limit to each. Returns `None` if the host has one address.
+/// Divides the time limit for connecting to a host evenly among the host's IP addresses, and
+/// returns the limit for each address in seconds. OpenSSH's client tries the addresses one after
+/// another, and applies its limit to each. Returns `None` if the host has one address.
 pub(super) fn divide_connect_timeout(timeout: Duration, addresses: usize) -> Option<u64> {
     (addresses > 1).then(|| (timeout.as_secs() / addresses as u64).max(1))
 }
@@ -126,8 +126,8 @@ fn build_common_arguments(spec: &SshSpec, config_file: Option<&Path>) -> Vec<Str
     arguments
 }
 
-/// Builds the arguments with the user, the port and the name of a host for OpenSSH's client. The
-/// name cannot be taken for an option.
+/// Builds the `ssh` arguments that select the user, the port and the name of the host to connect
+/// to. The name cannot be taken for an option.
 fn build_destination_arguments(host: &HostAddress) -> Vec<String> {
     let mut arguments = Vec::new();
     if let Some(user) = &host.user {
@@ -140,8 +140,8 @@ fn build_destination_arguments(host: &HostAddress) -> Vec<String> {
     arguments
 }
 
-/// Returns the address of the job's jump host, or `None` if `jump` is the word `none` or names the
-/// destination host.
+/// Returns the address of the jump host that the job configures, or `None` if the setting `jump` is
+/// `none` or names the destination host.
 fn find_job_jump_host(jump: &str, host: &HostAddress, settings: &SshHostSettings) -> Option<HostAddress> {
     if jump.eq_ignore_ascii_case("none") {
         return None;
@@ -168,8 +168,8 @@ fn quote_word(word: &str) -> String {
     format!("'{}'", word.replace('\'', "'\\''").replace('%', "%%"))
 }
 
-/// Formats an `ssh` command with which the user can connect to a host in the same way as launch
-/// does, for error messages.
+/// Formats an `ssh` command for error messages, with which the user can repeat launch's connection
+/// to a host by hand.
 fn format_ssh_command_for_user(
     host: &HostAddress,
     spec: &SshSpec,

@@ -19,10 +19,10 @@ const MAX_KEY_BYTES: u64 = 16 << 10;
 /// The time limit of the program `klist`, by which launch determines whether the user has a
 /// Kerberos ticket.
 const KLIST_TIMEOUT: Duration = Duration::from_secs(2);
-/// The SSH key types whose private keys are stored on a hardware key (FIDO).
+/// The SSH key types for private keys that are stored on a hardware key (FIDO).
 const HARDWARE_KEY_TYPES: [&str; 2] = ["sk-ssh-ed25519@openssh.com", "sk-ecdsa-sha2-nistp256@openssh.com"];
-/// The names of the key files in `~/.ssh` that OpenSSH's client tries by default and whose private
-/// keys are on a hardware key.
+/// The names of the key files in `~/.ssh` for keys on hardware keys (FIDO) that OpenSSH's client
+/// tries without configuration.
 const DEFAULT_HARDWARE_KEYS: [&str; 2] = ["id_ecdsa_sk", "id_ed25519_sk"];
 
 /// The keywords of the SSH configuration that only OpenSSH's client supports, and not launch's
@@ -43,8 +43,8 @@ const OPENSSH_ONLY_KEYWORDS: &[(&str, &str, &[&str])] = &[
     ("addressfamily", "AddressFamily", &["any"]),
 ];
 
-/// A setting or file of a host that makes launch use OpenSSH's client instead of the built-in
-/// client for this host.
+/// The reason for which launch connects to a host through OpenSSH's client: a setting or file of
+/// the host that the built-in client does not support.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::cluster::ssh) struct OpenSshRequirement {
     /// The setting as in the configuration, or the path of the file with its meaning.
@@ -52,15 +52,15 @@ pub(in crate::cluster::ssh) struct OpenSshRequirement {
 }
 
 impl OpenSshRequirement {
-    /// Creates the reason for using OpenSSH's client instead of the built-in one, from the text of
-    /// the setting or file that requires it.
+    /// Creates an [`OpenSshRequirement`] from the text of the setting or the name of the file that
+    /// the built-in SSH client does not support.
     pub(in crate::cluster::ssh) fn new(option: impl Into<String>) -> OpenSshRequirement {
         OpenSshRequirement { option: option.into() }
     }
 }
 
-/// The SSH key files and known_hosts files of a host, which are searched for entries that only
-/// OpenSSH's client supports.
+/// The paths of the SSH key files and known_hosts files that apply to a host, which may contain
+/// entries that the built-in SSH client does not support.
 pub(in crate::cluster::ssh) struct HostSshFiles<'a> {
     /// The files of private keys.
     pub(in crate::cluster::ssh) keys: &'a [PathBuf],
@@ -114,8 +114,8 @@ fn find_openssh_only_keyword(settings: &SshHostSettings) -> Option<OpenSshRequir
     })
 }
 
-/// Finds an SSH key file that only OpenSSH's client can use, because the key has a certificate or
-/// is stored on a hardware key.
+/// Finds an SSH key file that the built-in SSH client cannot use, because a certificate belongs to
+/// the key or the key is on a hardware key.
 fn find_openssh_only_key(files: &HostSshFiles<'_>) -> Option<OpenSshRequirement> {
     for key in files.keys {
         let mut certificate = key.as_os_str().to_owned();

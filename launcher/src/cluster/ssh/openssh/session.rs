@@ -39,8 +39,8 @@ const MAX_STDERR_BYTES: usize = 8 << 10;
 /// How long launch waits for the process of OpenSSH's client to end, after the client has closed
 /// its output.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
-/// How many times OpenSSH's client is started to connect to one host, if the server closes the
-/// connection during the handshake.
+/// The largest number of times that OpenSSH's client is started for one host, as long as the server
+/// closes the connection during the handshake.
 const MAX_CONNECT_ATTEMPTS: u32 = 6;
 /// The pause before OpenSSH's client is started for the second time, after the server has closed
 /// the connection. The pause doubles with each further attempt.
@@ -121,8 +121,9 @@ fn connect_with_retries(
     }
 }
 
-/// Builds the `ConnectTimeout` option of `ssh` so that the time limit is divided evenly among the
-/// addresses of the host `target`. Blocks while the name of the host is resolved.
+/// Builds the `ConnectTimeout` option of `ssh` for a host with several addresses, so that trying
+/// all addresses takes no longer than the configured limit. Blocks while the name of the host is
+/// resolved.
 ///
 /// With a proxy, this machine does not connect to these addresses. Without an answer about the
 /// name, the client reports the reason.
@@ -136,14 +137,15 @@ fn build_address_options(target: &SshTarget) -> Vec<String> {
     seconds.map_or(Vec::new(), |seconds| vec!["-o".to_owned(), format!("ConnectTimeout={seconds}")])
 }
 
-/// Builds the error that this machine lacks a resource for OpenSSH's client, such as file
-/// descriptors.
+/// Builds the error that OpenSSH's client cannot be used because this machine lacks a resource,
+/// such as free file descriptors.
 fn build_resource_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
     let message = format!("cannot open an SSH connection to host {}", target.name);
     build_ssh_error(target, ssh::SSH_SESSION_LIMIT, message).with_cause(error)
 }
 
-/// What launch has read so far from the log and from the stderr of a process of OpenSSH's client.
+/// The text that a process of OpenSSH's client has written to its log and stderr so far, with the
+/// parsed state of the log.
 #[derive(Default)]
 struct ClientLogAndStderr {
     log: ClientLogParser,
@@ -248,9 +250,9 @@ impl ClientProcess {
         ClientFailure::from_login_timeout(limit, &state.log, &state.stderr, target)
     }
 
-    /// Waits until the stream to the host is ready for `events` (reading or writing), or until
-    /// `ssh` has printed log or stderr text. Returns whether the stream is ready. Fails after the
-    /// deadline.
+    /// Waits until the stream to the host is ready to be read or written (`events`), or until
+    /// OpenSSH's client has written to its log or stderr. Returns whether the stream is ready.
+    /// Fails after the deadline.
     fn poll_stream_and_output(&self, events: PollFlags, deadline: Instant) -> io::Result<bool> {
         let remaining = deadline.saturating_duration_since(Instant::now());
         if remaining.is_zero() {
@@ -271,8 +273,8 @@ impl ClientProcess {
         Ok(is_ready)
     }
 
-    /// Returns the file descriptors of the log and stderr of OpenSSH's client, except those that
-    /// have reached their end.
+    /// Returns the file descriptors to poll for text from OpenSSH's client: the log and stderr, as
+    /// far as they have not ended.
     pub(super) fn list_output_fds(&self) -> Vec<PollFd<'_>> {
         let state = self.state.borrow();
         let log = (!state.has_log_ended).then(|| PollFd::new(self.log.as_fd(), PollFlags::POLLIN));
@@ -325,8 +327,8 @@ impl ClientProcess {
         self.state.borrow_mut().stderr.clear();
     }
 
-    /// Waits for a short time until the process of OpenSSH's client ends, after its output has
-    /// ended. Returns the exit status, or `None` if the client still runs.
+    /// Waits for at most [`EXIT_TIMEOUT`] until the process of OpenSSH's client exits, after the
+    /// client has closed its output. Returns the exit status, or `None` if the client still runs.
     fn wait_for_client_end(&self) -> Option<ExitStatus> {
         self.has_ended.set(true);
         let status = self.child.wait_timeout(EXIT_TIMEOUT);
@@ -334,16 +336,16 @@ impl ClientProcess {
         status
     }
 
-    /// Waits for the end of OpenSSH's client and returns the reason of its failure, or `None` if it
-    /// ended normally with the remote command.
+    /// Waits for the end of OpenSSH's client and returns why the client failed, or `None` if the
+    /// client has not failed.
     fn explain_client_end(&self, target: &SshTarget) -> Option<ClientFailure> {
         let status = self.wait_for_client_end();
         let state = self.state.borrow();
         ClientFailure::from_client_end(status, &state.log, &state.stderr, target)
     }
 
-    /// Returns the exit status of the command on the host, once the output of the command has
-    /// ended; `None` if the host did not report the status. Fails if the connection was lost.
+    /// Waits until OpenSSH's client has exited, and returns the exit status of the remote command,
+    /// or `None` if the host did not report the status. Fails if the connection was lost.
     pub(super) fn remote_exit_status(&self, target: &SshTarget) -> diagnostic::Result<Option<ExitStatus>> {
         if let Some(failure) = self.explain_client_end(target) {
             return Err(failure.into_diagnostic(target));
@@ -374,8 +376,8 @@ pub(in crate::cluster::ssh) struct OpenSshChannel {
 }
 
 impl OpenSshChannel {
-    /// Returns the error of the SSH connection that ended the host's output, or `None` if the
-    /// command on the host ended by itself.
+    /// Returns the failure of OpenSSH's client because of which the output of the remote command
+    /// ended, or `None` if the command ended normally.
     pub(in crate::cluster::ssh) fn explain_output_end(&self, target: &SshTarget) -> Option<Diagnostic> {
         self.client.explain_client_end(target).map(|failure| failure.into_diagnostic(target))
     }
@@ -394,8 +396,8 @@ impl OpenSshChannel {
         (code, String::from_utf8_lossy(&state.stderr).into_owned())
     }
 
-    /// Repeats the function `operation`, which reads or writes the nonblocking stream to the host,
-    /// until it succeeds or the time limit is reached.
+    /// Calls `operation`, a nonblocking read or write on the stream to the host, until the call
+    /// does not have to wait or the time limit is reached.
     fn retry_until_timeout<T>(
         &self,
         events: PollFlags,

@@ -14,9 +14,9 @@ use nix::{
 use protocol::control::ExitStatus;
 use std::{io, net::Shutdown, os::fd::AsFd, os::unix::net::UnixStream};
 
-/// Copies bytes between an agent, which runs on a host through OpenSSH's client, and local sockets
-/// until the agent has closed its output. Blocks. Fails if the connection fails or the other end of
-/// `local` is closed.
+/// Copies bytes between local sockets of the controller and an agent that was started through
+/// OpenSSH's client, until the agent has closed its output. Blocks. Fails if the connection fails
+/// or the other end of `local` is closed.
 ///
 /// `local` receives `leftover` (output of the agent that was read before) and then the rest of the
 /// output, and provides the input of the agent. `stderr` receives the standard error of the agent.
@@ -47,8 +47,8 @@ pub(in crate::cluster::ssh) fn relay_streams(
     client.remote_exit_status(target)
 }
 
-/// The state of copying one agent's stdin, stdout and stderr between OpenSSH's client (`ssh`) and
-/// sockets of the controller.
+/// The streams and buffers for copying one agent's stdin, stdout and stderr between OpenSSH's
+/// client (`ssh`) and sockets of the controller.
 struct StreamRelay<'a> {
     client: &'a ClientProcess,
     local: &'a UnixStream,
@@ -105,8 +105,8 @@ impl StreamRelay<'_> {
         Ok(progressed)
     }
 
-    /// Copies what the agent on the host has written to its output to the local socket, from which
-    /// the controller reads. Returns whether any bytes moved.
+    /// Copies bytes that the agent on the host has written to stdout into the local socket from
+    /// which the controller reads them. Returns whether any bytes moved.
     fn relay_output(&mut self) -> io::Result<bool> {
         let mut progressed = false;
         if self.has_output && self.from_host.is_empty() {

@@ -1,5 +1,5 @@
-//! [`SupervisedChild`]: a child process, such as `ssh`, that a connection thread starts and kills,
-//! but only the main thread reaps.
+//! [`SupervisedChild`]: a child process, such as `ssh`, that is started and killed by a connection
+//! thread, but reaped by the main thread.
 use crate::processes::lock_children;
 use nix::{
     errno::Errno,
@@ -24,12 +24,12 @@ use std::{
 /// ended.
 const WAIT_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The exit status of a child process, shared by the threads that start and reap the process;
-/// `None` before it is reaped.
+/// A shared cell for the exit status of a child process, which the main thread fills when it reaps
+/// the process.
 type ReapedStatus = Arc<Mutex<Option<ExitStatus>>>;
 
-/// The pids of the child processes of SSH connections that were not reaped yet, each with a cell
-/// for the exit status.
+/// The pids of the child processes of SSH connections that the main thread has not reaped yet, each
+/// with the shared cell for its exit status.
 static UNREAPED_CHILDREN: Mutex<BTreeMap<u32, ReapedStatus>> = Mutex::new(BTreeMap::new());
 
 /// Locks a mutex, even if another thread has panicked while it held the lock.
@@ -51,9 +51,9 @@ pub(in crate::cluster::ssh) fn record_child_exit(pid: u32, status: ExitStatus) {
     }
 }
 
-/// A child process, such as `ssh`, that leads a separate process group and is killed with its group
-/// when the value is dropped. The kernel also kills the process if the thread that started it ends.
-/// The process is reaped by the thread that reaps all children of this process, which calls
+/// A child process, such as `ssh`, in a separate process group, which is killed together with this
+/// group when the value is dropped. The kernel also kills the process if the thread that started it
+/// ends. The process is reaped by the thread that reaps all children of this process, which calls
 /// [`record_child_exit`].
 #[derive(Debug)]
 pub(in crate::cluster::ssh) struct SupervisedChild {

@@ -1,5 +1,5 @@
-//! [`TreeHub`]: the controller's handle of the tree of agents, with a thread that exchanges
-//! messages with all agents.
+//! [`TreeHub`]: the controller's connection to the agents of a large job, most of which reach the
+//! controller only through other agents that forward their messages.
 use super::planner::{ExecutableSource, TreePlace, TreePlanner};
 use crate::{
     cluster::{
@@ -32,17 +32,17 @@ use tokio::{
     time::{Instant, MissedTickBehavior, sleep_until},
 };
 
-/// The largest number of commands that may be queued for the controller's tree thread, which
-/// exchanges messages with the agents. The start of an agent has three at most.
+/// The largest number of commands, such as "add an agent", that may be queued for the thread that
+/// exchanges messages with the tree of agents. The start of an agent has three at most.
 const MAX_WAITING_COMMANDS: usize = 1 << 17;
-/// The largest number of entries in each input channel of the controller's tree thread, such as the
-/// channel for messages of agents.
+/// The capacity, in entries, of each channel to the controller's thread for the tree of agents,
+/// such as the channel for messages of agents.
 const CHANNEL_CAPACITY: usize = 1024;
-/// How often a thread that waits for an agent's place in the tree of agents checks whether the
-/// agent's start was canceled.
+/// The interval at which a thread that waits for a free place for its agent in the tree of agents
+/// checks whether the start of the agent was canceled.
 const GIVE_UP_CHECK_INTERVAL: Duration = Duration::from_secs(2);
-/// The longest time for which the thread that connects the controller with the tree of agents waits
-/// for its next event.
+/// The longest time for which the controller's thread for the tree of agents sleeps if no message
+/// and no deadline wakes it.
 const MAX_SLEEP: Duration = Duration::from_secs(60);
 /// The number of lines of an agent's standard error that may wait until the controller has read
 /// them. Further ones are dropped.
@@ -50,8 +50,8 @@ const STDERR_CAPACITY: usize = 64;
 /// The number of bytes of an agent's standard error that are read at once.
 const STDERR_CHUNK_BYTES: usize = 4 << 10;
 
-/// A command to the controller's tree thread, such as to add an agent or to end an agent's control
-/// connection.
+/// A command to the controller's thread for the tree of agents, such as to add an agent or to end
+/// an agent's control connection.
 enum HubCommand {
     /// Open the stream of an agent that is being started.
     Open(NewAgentStreams),
@@ -61,8 +61,8 @@ enum HubCommand {
     Abort(StreamId),
 }
 
-/// The pipes and shared state that the tree thread gets for the control connection and standard
-/// error of an agent about to start.
+/// The streams for the control messages and standard error of one agent, which the controller's
+/// thread for the tree of agents gets before the agent starts.
 struct NewAgentStreams {
     stream: StreamId,
     host: String,
@@ -72,8 +72,9 @@ struct NewAgentStreams {
     first_agent: Arc<AtomicU64>,
 }
 
-/// The controller's handle of the tree of agents, which passes on the messages between the
-/// controller and all agents. Its thread ends when the hub and all its streams are dropped.
+/// The controller's connection to the tree of agents, in which a few agents forward the messages
+/// between the controller and all other agents. Its thread ends when the hub and all its streams
+/// are dropped.
 pub(crate) struct TreeHub {
     commands: mpsc::Sender<HubCommand>,
     planner: Arc<SharedPlanner>,
@@ -83,8 +84,8 @@ pub(crate) struct TreeHub {
     fetch_token: String,
 }
 
-/// The settings of the tree of agents that come from the job, such as the largest number of agents
-/// that are connected below each agent.
+/// The job's settings for the tree of agents: its width, the time limit for silent hosts, and the
+/// network interface and ports to use.
 #[derive(Clone, Debug)]
 pub(crate) struct TreeSettings {
     /// The largest number of agents below the controller, and below each agent.
@@ -120,16 +121,16 @@ impl SharedPlanner {
         self.planner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the tree planner's state by calling `change`, and wakes the threads that wait for a
-    /// place in the tree or for launch's executable.
+    /// Changes the state of the planner of the tree of agents with the function `change`, and wakes
+    /// all threads that wait for a decision of the planner.
     fn change_and_wake(&self, change: impl FnOnce(&mut TreePlanner)) {
         change(&mut self.lock_planner());
         self.places.notify_one();
         self.sources.notify_one();
     }
 
-    /// Waits until the function `decide` returns a result from the tree's planner, or until the
-    /// function `is_given_up` returns `true`. Checks `is_given_up` every
+    /// Blocks until the planner of the tree of agents can decide on a request, such as one for a
+    /// free place, or until the waiter gives up. Checks `is_given_up` every
     /// [`GIVE_UP_CHECK_INTERVAL`].
     fn wait_for_decision<T>(
         &self,
@@ -163,8 +164,8 @@ pub(crate) struct StartingAgentStreams {
 }
 
 impl TreeHub {
-    /// Starts the thread that connects the controller with the tree of agents, in which agents pass
-    /// on each other's messages to the controller.
+    /// Starts the controller's thread for the tree of agents, in which a few agents forward the
+    /// messages of all other agents to the controller.
     pub(crate) fn start(settings: TreeSettings) -> io::Result<TreeHub> {
         let mut key = [0; 32];
         getrandom::fill(&mut key)?;
@@ -196,8 +197,8 @@ impl TreeHub {
         &self.fetch_token
     }
 
-    /// Creates the control connection through the tree to an agent that is about to be started on
-    /// the host `host`.
+    /// Creates the controller's end of the control connection to an agent that is about to be
+    /// started on `host`, before the agent is reachable.
     pub(crate) fn open_agent_stream(
         &self,
         host: &str,
@@ -220,14 +221,14 @@ impl TreeHub {
         StartingAgentStreams { id: stream, halves, stderr, connection }
     }
 
-    /// Assigns an agent its place at the top of the tree or below another agent, or returns `None`
-    /// if no place is free now.
+    /// Decides whether an agent connects to the controller or to another agent, or returns `None`
+    /// if no agent can accept it at the moment.
     pub(crate) fn try_place_agent(&self, stream: StreamId) -> Option<TreePlace> {
         self.planner.lock_planner().place_agent(stream)
     }
 
-    /// Waits until an agent gets its place at the top of the tree or below another agent. Returns
-    /// `None` if the start was given up.
+    /// Waits until an agent can connect to the controller or to another agent of the tree of
+    /// agents, and returns which of them to use. Returns `None` if the start was given up.
     pub(crate) fn wait_for_place(
         &self,
         stream: StreamId,
@@ -240,9 +241,9 @@ impl TreeHub {
         )
     }
 
-    /// Lists the agents of the tree to which the agent with the ID `stream` may connect now. The
-    /// list is empty for an agent that is connected with the controller, and if no agent accepts
-    /// others.
+    /// Lists the agents of the tree of agents through which the agent with the ID `stream` may
+    /// reach the controller at the moment. The list is empty for an agent that is connected with
+    /// the controller, and if no agent accepts others.
     pub(crate) fn list_possible_parents(&self, stream: StreamId) -> Vec<TreeParent> {
         self.planner.lock_planner().list_possible_parents_of(stream)
     }
@@ -266,8 +267,8 @@ impl TreeHub {
         self.planner.change_and_wake(|planner| planner.release_executable_source(source));
     }
 
-    /// Builds the first message to an agent of the tree, with the tree's key, the agents to connect
-    /// to, and the time limits.
+    /// Builds the first message to a new agent in the tree of agents, with the shared key, the
+    /// agents to connect to, and the time limits.
     pub(crate) fn build_first_message(
         &self,
         stream: StreamId,
@@ -290,9 +291,9 @@ impl TreeHub {
         }
     }
 
-    /// Adds an agent that is connected to the controller directly, through the socket `control`, to
-    /// the top of the tree of agents. The agent gets its place first. `stderr` carries the agent's
-    /// standard error.
+    /// Adds an agent to the tree of agents that is connected to the controller directly, through
+    /// the socket `control`. The agent gets its place first. `stderr` carries the agent's standard
+    /// error.
     pub(crate) fn add_top_agent(&self, setup: TreeSetup, control: StdStream, stderr: StdStream) {
         self.send_command(HubCommand::AddRoot { setup: Box::new(setup), control, stderr });
     }
@@ -309,8 +310,8 @@ impl TreeHub {
     }
 }
 
-/// The controller's handle of the connection to one agent that is reached through other agents of
-/// the tree.
+/// The controller's handle of one agent in the tree of agents, with which the controller ends the
+/// control connection or queries its state.
 pub(crate) struct TreeConnection {
     stream: StreamId,
     commands: mpsc::Sender<HubCommand>,
@@ -357,8 +358,8 @@ impl RemoteAgentConnection for TreeConnection {
     }
 }
 
-/// The controller's end of one agent's control connection, whose bytes travel through the tree of
-/// agents.
+/// The controller's end of one agent's control connection, whose bytes other agents in the tree of
+/// agents may forward.
 struct HubStream {
     host: String,
     local: LocalStream,
@@ -370,8 +371,8 @@ struct HubStream {
     first_agent: Arc<AtomicU64>,
 }
 
-/// The state of the controller's tree thread: its connections to the agents at the top, and the
-/// control connections of all agents.
+/// The state of the controller's thread for the tree of agents: the sockets to directly connected
+/// agents, and the control connections of all agents.
 struct HubLoop {
     planner: Arc<SharedPlanner>,
     /// The time for which a stream may have no way through the tree. Afterwards its agent counts as
@@ -407,8 +408,8 @@ impl HubLoop {
         }
     }
 
-    /// Passes on messages between the controller and the agents of the tree until the controller no
-    /// longer uses the tree.
+    /// Exchanges messages between the controller and all agents of the tree of agents, until the
+    /// controller drops its ends of the control connections.
     async fn run_event_loop(mut self, mut commands: mpsc::Receiver<HubCommand>) {
         let mut heartbeats = tokio::time::interval(self.heartbeat_interval);
         heartbeats.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -452,8 +453,8 @@ impl HubLoop {
         }
     }
 
-    /// Registers the control stream of an agent that is about to be started in the tree of agents,
-    /// before the agent has connected.
+    /// Registers the control connection of an agent that is about to be started, before the agent
+    /// has joined the tree of agents.
     fn open_stream(&mut self, opened: NewAgentStreams) {
         let NewAgentStreams { stream, host, halves, stderr, progress, first_agent } = opened;
         self.router.open_stream(stream);
@@ -479,8 +480,8 @@ impl HubLoop {
         Ok(())
     }
 
-    /// Handles a message from an agent at the top of the tree, or the end of the controller's
-    /// connection to that agent.
+    /// Handles a message from an agent that is connected to the controller directly, or the end of
+    /// the connection to this agent.
     fn on_top_agent_frame(&mut self, link: LinkId, frame: Option<TreeFrame>) {
         if !self.links.record_frame_arrival(link) {
             return;
@@ -494,9 +495,9 @@ impl HubLoop {
         }
     }
 
-    /// Handles the end of the connection to an agent that was connected to the controller directly,
-    /// at the top of the tree of agents. The agent cannot connect in another way, so its stream
-    /// ends. The others may find another way.
+    /// Handles the end of the direct connection between the controller and an agent of the tree of
+    /// agents. The agent cannot connect in another way, so its stream ends. The others may find
+    /// another way.
     fn on_top_agent_link_ended(&mut self, link: LinkId) {
         self.router.remove_child(link);
         if let Some(stream) = self.roots.remove(&link) {
@@ -515,8 +516,9 @@ impl HubLoop {
         }
     }
 
-    /// Executes all actions that the message router of the tree has requested, such as sending a
-    /// message to an agent. Handles links that were closed because their queues were full.
+    /// Executes all operations that the message router of the tree of agents has requested, such as
+    /// to send a message to an agent. Handles links that were closed because their queues were
+    /// full.
     fn execute_actions(&mut self) {
         loop {
             let (actions, overflowed) = (self.router.take_actions(), self.links.take_overflowed_links());
@@ -528,8 +530,8 @@ impl HubLoop {
         }
     }
 
-    /// Executes one action that the message router of the tree has requested, such as sending a
-    /// message to an agent.
+    /// Executes one operation that the message router of the tree of agents has requested, such as
+    /// to send a message to an agent.
     fn execute_action(&mut self, action: RouterAction) {
         match action {
             RouterAction::Send(link, frame) => self.links.send_frame(link, frame),
@@ -579,8 +581,8 @@ impl HubLoop {
         }
     }
 
-    /// Ends the control connections of all agents that have been unreachable through the tree for
-    /// too long, so that they count as lost.
+    /// Ends the control connections of all agents that the controller has not reached through other
+    /// agents for too long, so that these agents count as lost.
     fn end_detached_streams(&mut self) {
         while let Some((since, stream)) = self.detached.front().copied()
             && since.elapsed() >= self.max_detached
@@ -598,8 +600,8 @@ impl HubLoop {
         }
     }
 
-    /// Ends the control connection of one agent of the tree, and records `failure` as the reason
-    /// unless another reason is already recorded.
+    /// Ends the control connection of one agent in the tree of agents, and records the reason
+    /// `failure` unless another reason is recorded already.
     fn end_stream(&mut self, stream: StreamId, failure: Option<Diagnostic>) {
         self.planner.change_and_wake(|planner| planner.remove_agent(stream));
         if let Some(state) = self.streams.remove(&stream) {

@@ -1,32 +1,33 @@
-//! [`TreePlanner`]: decides to which agent each agent of the tree connects, and from which host
-//! each host gets the executable of launch. A state machine without I/O and clock.
+//! [`TreePlanner`]: decides through which other agent each agent of a large job reaches the
+//! controller, and from which host each host downloads launch's executable. A state machine without
+//! I/O and clock.
 use crate::connection::tree::{StreamId, TreeParent};
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::SocketAddr,
 };
 
-/// The largest number of hosts to which one host sends the executable of launch at the same time.
-/// Transfers share the network of the sender, so with one transfer at a time the number of senders
-/// grows fastest.
+/// The largest number of hosts to which one host of the job sends the executable of launch at the
+/// same time. Transfers share the network of the sender, so with one transfer at a time the number
+/// of senders grows fastest.
 const MAX_TRANSFERS_PER_HOST: usize = 1;
 /// The largest number of hosts to which the controller sends the executable of launch at the same
 /// time. A slow host does not delay all others.
 const MAX_CONTROLLER_TRANSFERS: usize = 2;
-/// The largest number of agents above a new agent in the tree whose addresses the new agent gets,
-/// to connect to one of them. A tree of the default width with as many levels has millions of
-/// agents.
+/// The largest number of agents on the path from a new agent to the controller whose addresses the
+/// new agent receives as possible parents. A tree of the default width with as many levels has
+/// millions of agents.
 const MAX_ANCESTOR_PARENTS: usize = 8;
-/// The largest number of agents at the top of the tree that an agent may connect to if it cannot
-/// reach the agents above it.
+/// The largest number of agents with a direct connection to the controller whose addresses an agent
+/// receives as additional possible parents.
 const MAX_FALLBACK_PARENTS: usize = 4;
 
-/// The largest number of agents for which one call of the planner computes a new list of agents to
-/// which they may connect.
+/// The largest number of agents that get a new list of possible parent agents from one call of
+/// [`TreePlanner::take_parent_updates`].
 const MAX_PARENT_UPDATES_AT_ONCE: usize = 64;
 
-/// The place of an agent in the tree of agents: directly below the controller, or below one of
-/// several other agents.
+/// The connection that an agent is to open to reach the controller: directly to the controller, or
+/// to the first of several other agents that accepts it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum TreePlace {
     /// The agent is connected with the controller.
@@ -44,8 +45,8 @@ pub(crate) enum ExecutableSource {
     Agent(TreeParent),
 }
 
-/// One agent in the planned tree of agents: its parent, its depth, its number of children, and the
-/// addresses at which it accepts other agents.
+/// What the planner knows about one agent of the tree: its parent, depth, number of children, and
+/// the addresses at which it accepts other agents.
 #[derive(Debug, Default)]
 struct PlannedAgent {
     /// The number of agents between the agent and the controller.
@@ -60,8 +61,8 @@ struct PlannedAgent {
     addresses: Option<Vec<SocketAddr>>,
 }
 
-/// Assigns each agent its place in the tree of agents, and each host the source of launch's
-/// executable.
+/// The planner that decides to which process each agent connects (the controller or another agent),
+/// and from where each host gets launch's executable.
 #[derive(Debug)]
 pub(crate) struct TreePlanner {
     /// The largest number of agents below the controller, and below each agent.
@@ -82,8 +83,8 @@ pub(crate) struct TreePlanner {
 }
 
 impl TreePlanner {
-    /// Creates the planner of an empty tree of agents, in which each agent gets at most `width`
-    /// agents below it.
+    /// Creates the planner of a tree of agents without agents, in which the controller and each
+    /// agent accept at most `width` connections of agents.
     pub(crate) fn new(width: usize) -> TreePlanner {
         TreePlanner {
             width: width.max(1),
@@ -97,9 +98,9 @@ impl TreePlanner {
         }
     }
 
-    /// Assigns the agent with the control stream `stream` a place in the tree: directly below the
-    /// controller or, if enough agents are there, below another agent. Returns `None` if the agent
-    /// has to wait until another agent accepts agents.
+    /// Decides whether the agent `stream` connects to the controller or, if the controller has
+    /// enough connections, to another agent. Returns `None` if the agent has to wait until another
+    /// agent accepts agents.
     pub(crate) fn place_agent(&mut self, stream: StreamId) -> Option<TreePlace> {
         if self.roots.len() < self.width {
             self.roots.insert(stream);
@@ -113,15 +114,16 @@ impl TreePlanner {
         Some(TreePlace::Below(self.list_possible_parents_below(parent)))
     }
 
-    /// Lists the agents of the tree to which the agent with the ID `stream` may connect. The list
-    /// is empty for an agent that is connected with the controller.
+    /// Lists the agents through which the agent `stream` may reach the controller, or nothing for
+    /// an agent that is connected to the controller directly. The list is empty for an agent that
+    /// is connected with the controller.
     pub(crate) fn list_possible_parents_of(&self, stream: StreamId) -> Vec<TreeParent> {
         let parent = self.agents.get(&stream).and_then(|agent| agent.parent);
         parent.map(|parent| self.list_possible_parents_below(parent)).unwrap_or_default()
     }
 
-    /// Lists the agents to which a new agent below `parent` may connect: `parent`, the agents above
-    /// `parent`, and some agents directly below the controller.
+    /// Lists the possible parents of a new agent in order of preference: `parent`, the agents
+    /// between `parent` and the controller, and a few other agents.
     fn list_possible_parents_below(&self, parent: StreamId) -> Vec<TreeParent> {
         let mut parents: Vec<TreeParent> = Vec::new();
         let mut next = Some(parent);
@@ -138,8 +140,8 @@ impl TreePlanner {
         parents
     }
 
-    /// Returns the ID and the listening addresses of an agent to which others may connect in the
-    /// tree, or `None` if it accepts none.
+    /// Returns the ID and the listening addresses of an agent in the tree, or `None` if this agent
+    /// does not accept connections of other agents.
     fn describe_as_parent(&self, stream: StreamId) -> Option<TreeParent> {
         let addresses = self.agents.get(&stream)?.addresses.clone()?;
         Some(TreeParent { stream, addresses })
@@ -151,8 +153,8 @@ impl TreePlanner {
         self.change_agent(stream, |agent| agent.addresses = Some(addresses));
     }
 
-    /// Returns, for a limited number of agents, the new list of agents to which each may connect,
-    /// after a change of the tree. After a change, a round of calls lists every agent, so that each
+    /// Returns new lists of possible parents for the next few agents, after agents have joined or
+    /// left the tree of agents. After a change, a round of calls lists every agent, so that each
     /// one knows several others that are alive. Without a change, the list is empty.
     pub(crate) fn take_parent_updates(&mut self) -> Vec<(StreamId, Vec<TreeParent>)> {
         let first = match self.next_update {
@@ -169,14 +171,14 @@ impl TreePlanner {
         considered.into_iter().filter_map(list).filter(|(_, parents)| !parents.is_empty()).collect()
     }
 
-    /// Records that an agent cannot reach the controller any more, so that no other agents may
-    /// connect to it.
+    /// Records that an agent of the tree cannot reach the controller any more, so that the planner
+    /// gives it no more child agents.
     pub(crate) fn mark_detached(&mut self, stream: StreamId) {
         self.change_agent(stream, |agent| agent.addresses = None);
     }
 
-    /// Removes an agent that has ended from the planned tree of agents, so that no other agent
-    /// connects to it.
+    /// Removes an agent that has ended from the plan of the tree of agents, so that the planner no
+    /// longer names it as a possible parent.
     pub(crate) fn remove_agent(&mut self, stream: StreamId) {
         self.mark_detached(stream);
         self.roots.remove(&stream);
@@ -185,8 +187,9 @@ impl TreePlanner {
         }
     }
 
-    /// Chooses the source (a host or the controller) from which the next host gets the executable
-    /// of launch, and reserves it. Returns `None` if all hosts that have it are busy.
+    /// Chooses a host or the controller to send launch's executable to the next host, and counts
+    /// this transfer against the limit of the chosen sender. Returns `None` if all hosts that have
+    /// it are busy.
     pub(crate) fn reserve_executable_source(&mut self) -> Option<ExecutableSource> {
         match self.sources.first().copied() {
             Some((transfers, stream)) if transfers < MAX_TRANSFERS_PER_HOST => {
@@ -215,8 +218,8 @@ impl TreePlanner {
         }
     }
 
-    /// Applies `change` to the planner's record of one agent, and updates the sets from which
-    /// parents and senders of the executable are chosen.
+    /// Changes the planner's record of one agent with the function `change`, and updates which
+    /// agents can accept other agents or send the executable.
     fn change_agent(&mut self, stream: StreamId, change: impl FnOnce(&mut PlannedAgent)) {
         let Some(agent) = self.agents.get_mut(&stream) else { return };
         self.open.remove(&(agent.depth, agent.children, stream));

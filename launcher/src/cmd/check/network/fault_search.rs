@@ -8,14 +8,14 @@
 //! work, each of them is tested with a host that is.
 use std::collections::BTreeMap;
 
-/// A host counts as faulty after this number of bad transfers with different partners, each of
-/// which works with other hosts.
+/// The number of bad transfers with different hosts after which a host counts as faulty, if each of
+/// these hosts has a good transfer with another host.
 const MIN_BAD_TRANSFERS_OF_FAULTY_HOST: usize = 2;
-/// How many tests a bad transfer between two hosts needs before it counts, because another load can
-/// disturb one test.
+/// The number of tests that confirm that a transfer between two hosts is bad, because other load
+/// can disturb a single test.
 const TESTS_OF_BAD_TRANSFER: u32 = 2;
-/// The number of tests of a bad transfer after which the path between the hosts counts as faulty,
-/// if neither host does.
+/// The number of tests of a bad transfer after which the network path between its two hosts is
+/// blamed, if neither host is found faulty.
 const TESTS_OF_BAD_PATH: u32 = 3;
 
 /// The results (good or bad) of all tested transfers between hosts, from which the hosts and
@@ -67,8 +67,8 @@ impl FaultSearch {
         self.transfers.iter().any(is_good)
     }
 
-    /// Returns the bad transfers of `host` in the role `role` whose other host has had a good
-    /// transfer in the opposite role.
+    /// Returns the bad transfers that suggest a fault of `host` as sender or receiver (`role`),
+    /// because the other host of each transfer works with a third host.
     fn list_evidence_against_host(&self, host: usize, role: TransferRole) -> Vec<(usize, usize)> {
         if self.has_good_transfer(host, role) {
             return Vec::new();

@@ -14,21 +14,21 @@ use std::collections::BTreeSet;
 
 /// The share of a host's sent TCP segments above which retransmissions count as packet loss.
 const MAX_RETRANSMIT_SHARE: f64 = 0.01;
-/// The number of retransmitted TCP segments below which a host has no packet loss, whatever their
-/// share.
+/// The number of retransmitted TCP segments of a host that `launch check --network` always
+/// tolerates, even if they are a large share of the sent segments.
 const MIN_RETRANSMITS: u64 = 20;
-/// The speed ratio of two hosts' interfaces below which the slower interface is reported as the
-/// reason for a bad transfer.
+/// The ratio of the interface speeds of two hosts below which the slower interface is reported as
+/// the reason for a bad transfer between them.
 const MAX_SLOWER_INTERFACE_SPEED_SHARE: f64 = 0.5;
-/// A path between two hosts counts as failed if its transfer rate is below this share of the usual
-/// rate, which is the median of the best rates of all hosts. Above it, other load can be the
-/// reason, because no second path confirms the measurement.
+/// The share of the usual transfer rate of the job's hosts below which the network path between two
+/// hosts counts as failed. Above it, other load can be the reason, because no second path confirms
+/// the measurement.
 const MAX_FAILED_PATH_RATE_SHARE: f64 = 0.25;
 /// The name of the checks in the report of `launch check --network` that concern several hosts.
 const NETWORK_CHECK_NAME: &str = "network";
 
-/// Adds the checks of the network to the report of `launch check`: the interface, the RDMA devices
-/// and the faults of each host, faults between two hosts, and a summary.
+/// Adds the results of the network measurements to the report of `launch check`: checks of each
+/// host, faults between two hosts, and a summary.
 pub(in crate::cmd::check) fn add_network_checks(report: &mut CheckReport, network: &NetworkReport) {
     let names: Vec<String> = report.hosts.iter().map(|host| host.name.clone()).collect();
     let known: Vec<Option<&NetworkInspection>> = network.inspections.iter().map(Option::as_ref).collect();
@@ -129,8 +129,8 @@ fn describe_interface(interface: &NetworkInterface) -> String {
     format!("{} {}{}", interface.name, interface.address, parts.collect::<String>())
 }
 
-/// Checks that other hosts reach all ports of a host at which its agent listens for test
-/// connections. Hosts that reach no port are not considered.
+/// Checks that other hosts can connect to all ports on which the agent of the host `host` listens
+/// for test connections. Hosts that reach no port are not considered.
 fn check_listener_ports_reachable(
     host: usize,
     pairs: &PairMeasurements,
@@ -168,8 +168,8 @@ fn check_retransmits(host: usize, pairs: &PairMeasurements) -> Option<CheckResul
     })
 }
 
-/// One property of the measured connections, such as the transfer rate, with the data to build
-/// check results about faulty hosts and paths.
+/// The measured values of one property of the connections, such as the transfer rate, for all pairs
+/// of hosts, with the names and inspections of the hosts.
 struct PropertyComparison<'a> {
     property: ConnectionProperty,
     pairs: &'a PairMeasurements,
@@ -178,23 +178,24 @@ struct PropertyComparison<'a> {
 }
 
 impl PropertyComparison<'_> {
-    /// Returns the values of all measured transfers in which `host` has the role `role` (sender or
-    /// receiver).
+    /// Returns the values of the compared property, such as the rate, for all measured transfers
+    /// from or to `host`, as `role` selects.
     fn list_values_of_host(&self, host: usize, role: TransferRole) -> Vec<((usize, usize), f64)> {
         let mut values = self.pairs.list_values_of_property(self.property);
         values.retain(|((from, to), _)| host == if role == TransferRole::Sender { *from } else { *to });
         values
     }
 
-    /// Returns the median of the measured values of all pairs that include no host of `hosts`.
+    /// Returns the median of the compared property, such as the rate, over all measured pairs
+    /// without a host of the list `hosts`.
     fn find_median_of_others(&self, hosts: &[usize]) -> Option<f64> {
         let values = self.pairs.list_values_of_property(self.property).into_iter();
         let others = values.filter(|((from, to), _)| !hosts.contains(from) && !hosts.contains(to));
         find_median(others.map(|(_, value)| value).collect())
     }
 
-    /// Returns whether small packets from the first to the second host of `pair` arrive, but large
-    /// packets do not, such as with a wrong MTU.
+    /// Returns whether small packets from the first to the second host of `pair` arrive but large
+    /// packets are lost, as with a wrong MTU.
     fn loses_large_packets(&self, pair: (usize, usize)) -> bool {
         let transfer = self.pairs.get(pair).and_then(|direction| direction.transfer);
         transfer.is_some_and(|transfer| transfer.bytes == 0 && transfer.small_segments_arrive == Some(true))
@@ -250,8 +251,8 @@ impl PropertyComparison<'_> {
         }
     }
 
-    /// Creates the check result of a faulty network path between two hosts that both work with
-    /// other hosts.
+    /// Creates the check result of a network path that is at fault, because both of its hosts have
+    /// good connections to other hosts.
     fn create_path_fault_check(&self, from: usize, to: usize) -> CheckResult {
         let reason = "both hosts work with other hosts, so the path between them is at fault";
         self.create_bad_transfer_check((from, to), reason)
@@ -280,8 +281,8 @@ impl PropertyComparison<'_> {
         self.create_bad_transfer_check((from, to), &reason)
     }
 
-    /// Creates the check result of a bad transfer from one host to another; `reason` states why no
-    /// single host is named.
+    /// Creates the check result of a bad transfer from one host to another, with `reason` as the
+    /// explanation of why neither host alone is blamed.
     fn create_bad_transfer_check(&self, pair: (usize, usize), reason: &str) -> CheckResult {
         let (from, to) = (&self.names[pair.0], &self.names[pair.1]);
         let direction = self.pairs.get(pair);
@@ -336,12 +337,12 @@ impl PropertyComparison<'_> {
     }
 }
 
-/// The advice for a host that cannot be reached.
+/// The help text of `launch check --network` for a host that other hosts cannot connect to.
 const UNREACHABLE_HELP: &str = "open the ports between the hosts (firewall), or correct the route";
-/// The advice for a host or path that is slow.
+/// The help text of `launch check --network` for a host or network path with a low transfer rate.
 const SLOW_HELP: &str =
     "check the cable, the port and the switch; look for errors in `ip -s link` and `ethtool -S`";
-/// The advice for a host or path with long round trips.
+/// The help text of `launch check --network` for a host or network path with long round-trip times.
 const LATENCY_HELP: &str = "check the route to the host, and whether its network is busy";
 
 /// Creates the check result that summarizes the number of measured pairs and rounds, the usual

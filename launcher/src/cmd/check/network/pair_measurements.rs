@@ -12,7 +12,8 @@ const MAX_SLOW_RATE_SHARE: f64 = 0.5;
 /// The multiple of the usual round-trip time above which a round trip between two hosts counts as
 /// long. It must also exceed the usual time by more than [`MIN_EXTRA_ROUND_TRIP_MS`].
 const LONG_ROUND_TRIP_FACTOR: f64 = 5.0;
-/// A round trip is long only if it exceeds the usual time by more than this time, in milliseconds.
+/// The time, in milliseconds, by which a round trip must exceed the job's usual round-trip time
+/// before it can count as long.
 const MIN_EXTRA_ROUND_TRIP_MS: f64 = 1.0;
 
 /// The best results of several tests of the connection from one host to another one: rate, round
@@ -53,7 +54,8 @@ pub(super) enum ConnectionProperty {
 }
 
 impl ConnectionProperty {
-    /// All properties by which hosts are compared.
+    /// All properties of a connection that `launch check --network` compares between pairs of
+    /// hosts: reachability, transfer rate and round-trip time.
     pub(super) const ALL: [ConnectionProperty; 3] =
         [ConnectionProperty::Reachability, ConnectionProperty::Rate, ConnectionProperty::RoundTrip];
 }
@@ -103,9 +105,9 @@ impl PairMeasurements {
         self.iter().filter_map(|(pair, direction)| Some((pair, value(direction)?))).collect()
     }
 
-    /// Returns the usual value of a property of connections: the median of the best values of all
-    /// hosts. One slow host of three slows down most pairs, but not the best values of the other
-    /// two. Returns `None` if nothing was measured.
+    /// Returns the usual value of a connection property, such as the transfer rate: the median over
+    /// the hosts of each host's best value. One slow host of three slows down most pairs, but not
+    /// the best values of the other two. Returns `None` if nothing was measured.
     pub(super) fn find_usual_value(&self, property: ConnectionProperty) -> Option<f64> {
         let mut best: BTreeMap<usize, f64> = BTreeMap::new();
         let is_better = |new: f64, old: f64| match property {
@@ -129,8 +131,8 @@ impl PairMeasurements {
         values.get(middle).copied()
     }
 
-    /// Creates a search for the hosts and paths that are at fault for the bad measurements of a
-    /// property.
+    /// Creates a search for the hosts and network paths that cause the bad values of one property,
+    /// such as a low transfer rate.
     pub(super) fn create_fault_search(&self, property: ConnectionProperty) -> FaultSearch {
         let mut search = FaultSearch::default();
         let usual = self.find_usual_value(property).unwrap_or(0.0);

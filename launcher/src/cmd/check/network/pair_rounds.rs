@@ -1,12 +1,12 @@
 //! [`plan_rounds`]: plans which pairs of hosts `launch check --network` measures at the same time,
 //! with each host in at most one pair.
 
-/// The smallest number of rounds in which pairs of hosts are measured; very small jobs need fewer,
-/// because no pair is measured twice.
+/// The number of rounds in which pairs of hosts are measured at least, unless every pair of hosts
+/// is measured in fewer rounds.
 const MIN_ROUNDS: usize = 3;
 
-/// Plans rounds of measurements between pairs of the hosts 0 to `hosts` - 1; the pairs of one round
-/// are measured at the same time. The smaller host of each pair is first.
+/// Plans rounds of measurements between the hosts with the numbers 0 to `hosts` - 1, and returns
+/// for each round the pairs to measure at the same time. The smaller host of each pair is first.
 ///
 /// In each round, every host is in at most one pair, and no pair occurs twice. Up to four hosts are
 /// paired with all others; in larger jobs, the number of rounds is the logarithm of the number of

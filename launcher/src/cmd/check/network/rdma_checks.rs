@@ -111,7 +111,8 @@ fn find_port_problem(device: &RdmaDevice, port: &RdmaPort) -> Option<(String, &'
     (!errors.is_empty()).then(|| (format!("counts errors: {}", errors.join(", ")), help))
 }
 
-/// Returns the reasons why programs cannot use the RDMA devices of a host, with their remedies.
+/// Returns each problem because of which programs cannot use the RDMA devices of a host, together
+/// with the advice to the user.
 fn find_access_problems(report: &RdmaReport) -> Vec<(String, &'static str)> {
     let mut problems = Vec::new();
     if report.devices.is_empty() {

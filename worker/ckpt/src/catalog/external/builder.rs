@@ -16,8 +16,9 @@ use std::sync::Arc;
 /// The only Python classes and functions that the pickles of torch files may refer to.
 pub(crate) const ALLOWED_GLOBALS: &[&[&str]] = &[TENSOR_GLOBALS, DTYPE_GLOBALS, PLAIN_GLOBALS];
 
-/// The names of the weights that a job trains, for reading a checkpoint of another program. The
-/// names identify optimizer states that a file stores only by number.
+/// The names of the weights that a job trains, by which the optimizer states in another program's
+/// checkpoint are identified. The names identify optimizer states that a file stores only by
+/// number.
 pub(crate) type TrainedWeightNames = HashSet<String>;
 
 /// Collects the files, tensors and other information, such as the step, of another program's
@@ -32,8 +33,8 @@ pub(crate) struct ExternalCheckpointBuilder {
 }
 
 impl ExternalCheckpointBuilder {
-    /// Creates an empty builder for the checkpoint in the directory at `path`, which is opened
-    /// without reading any file.
+    /// Opens the checkpoint directory at `path`, without reading a file in it, and creates a
+    /// builder that has no files and tensors yet.
     pub(crate) fn new(path: &Path) -> Result<ExternalCheckpointBuilder> {
         Ok(ExternalCheckpointBuilder {
             directory: Arc::new(Directory::open(path)?),
@@ -71,8 +72,8 @@ impl ExternalCheckpointBuilder {
         CkptError::damaged(self.directory.path(), file, reason)
     }
 
-    /// Returns the error [`CkptError::Damaged`] for the tensor file with the index `file` in the
-    /// checkpoint's list of files.
+    /// Returns the error [`CkptError::Damaged`] for one file with tensors, which is given as an
+    /// index into the builder's list of files.
     pub(crate) fn damaged_stored_file_error(
         &self,
         file: usize,
@@ -92,16 +93,16 @@ impl ExternalCheckpointBuilder {
         self.facts.notices.push(line.into());
     }
 
-    /// Records that the checkpoint's optimizer states are not read, with the reason as a message
-    /// for the user. `notice` states the reason to the user. The first such notice also becomes the
-    /// reason in the facts.
+    /// Records, for the user and for later decisions, that the checkpoint's optimizer states are
+    /// not read, with the reason `notice`. `notice` states the reason to the user. The first such
+    /// notice also becomes the reason in the facts.
     pub(crate) fn record_skipped_optimizer(&mut self, notice: String) {
         self.facts.ignored_optimizer.get_or_insert_with(|| notice.clone());
         self.add_notice(notice);
     }
 
-    /// Adds a message for the user that lists the optimizer states that are ignored because their
-    /// keys are unknown. Does nothing if `keys` is empty.
+    /// Adds a message for the user with the names of unknown optimizer states in the checkpoint,
+    /// which are not read. Does nothing if `keys` is empty.
     pub(crate) fn add_unknown_states_notice<'k>(&mut self, keys: impl IntoIterator<Item = &'k String>) {
         let keys: BTreeSet<&String> = keys.into_iter().collect();
         if !keys.is_empty() {
@@ -116,8 +117,8 @@ impl ExternalCheckpointBuilder {
         weights.map(|e| (e.info.name.as_str(), e.info.shape.as_slice()))
     }
 
-    /// Sorts the tensors of the checkpoint by the position of their names in the list `order`.
-    /// Tensors whose names are not in `order` come last, in their previous order.
+    /// Sorts the checkpoint's tensors in the order in which `order` lists their names. Tensors
+    /// whose names are not in `order` come last, in their previous order.
     pub(crate) fn sort_tensors<'n>(&mut self, order: impl IntoIterator<Item = &'n str>) {
         let position: HashMap<&str, usize> = order.into_iter().zip(0..).collect();
         self.entries.sort_by_key(|e| position.get(e.info.name.as_str()).copied().unwrap_or(usize::MAX));
@@ -130,8 +131,8 @@ impl ExternalCheckpointBuilder {
         self.finish_with_paths(&path, &path)
     }
 
-    /// Builds the [`ExternalCheckpoint`] for the directory `path`, with the model's config and
-    /// tokenizer from the directory `root`.
+    /// Builds the [`ExternalCheckpoint`] at `path` from everything that was added so far, and reads
+    /// the model's config and tokenizer from the directory `root`.
     pub(crate) fn finish_with_paths(mut self, path: &Path, root: &Path) -> Result<ExternalCheckpoint> {
         if !self.entries.iter().any(|e| e.info.role.is_optimizer_state()) {
             self.facts.missing.insert(0, TrainingStatePart::OptimizerState);

@@ -21,15 +21,16 @@ use std::path::{Path, PathBuf};
 const CONFIG_FILE: &str = "config.json";
 /// Limit on the size of a model's `config.json` in bytes.
 const CONFIG_BYTES_MAX: u64 = 64 << 20;
-/// Limit on the total size in bytes of the text files that are exported with the weights.
+/// Limit on the total size, in bytes, of the tokenizer's and the model's text files that are read
+/// from a checkpoint to be copied into exports.
 const TEXT_BYTES_MAX: u64 = 128 << 20;
-/// Limit on the total size that a checkpoint's tensors may claim to have, as a multiple of the
-/// total size of the files that store them. Tensors may share stored bytes, so their total size may
-/// exceed that of the files.
+/// The largest accepted ratio of the total size of a checkpoint's tensors to the size of the files
+/// that store them, apart from [`TENSOR_BYTES_ALLOWANCE`]. Tensors may share stored bytes, so their
+/// total size may exceed that of the files.
 const TENSOR_TO_FILE_BYTES_RATIO_MAX: u64 = 2;
-/// The number of bytes by which the tensors of a small checkpoint may exceed the limit
-/// [`TENSOR_TO_FILE_BYTES_RATIO_MAX`] on their total size. A small checkpoint can need them for an
-/// expanded mask, for example.
+/// The number of bytes by which the total size of a checkpoint's tensors may exceed
+/// [`TENSOR_TO_FILE_BYTES_RATIO_MAX`] times the size of the files that store them. A small
+/// checkpoint can need them for an expanded mask, for example.
 const TENSOR_BYTES_ALLOWANCE: u64 = 256 << 20;
 /// Names of the text files that a Hugging Face directory may contain in addition to the weights.
 const HF_TEXT_FILE_NAMES: [&str; 8] = [
@@ -68,8 +69,8 @@ impl fmt::Debug for ExternalCheckpoint {
 }
 
 impl ExternalCheckpoint {
-    /// Creates an open checkpoint with the tensors `entries`, and reads `config.json` and the
-    /// tokenizer from the directory `root`.
+    /// Creates an [`ExternalCheckpoint`] from the tensors and files that were found in a checkpoint
+    /// of another program, after checking the tensors.
     ///
     /// # Errors
     /// Fails if a tensor is invalid, the tensors exceed a limit, or a file of `root` is invalid.
@@ -108,8 +109,8 @@ impl ExternalCheckpoint {
         })
     }
 
-    /// Sets the objects of the checkpoint that are copied unchanged in a conversion to another
-    /// format, and returns the checkpoint.
+    /// Returns this checkpoint with `passthrough` as the objects that a conversion to another
+    /// checkpoint format copies unchanged.
     pub(crate) fn with_passthrough_state(mut self, passthrough: PassthroughState) -> ExternalCheckpoint {
         self.passthrough = passthrough;
         self
@@ -133,8 +134,8 @@ impl ExternalCheckpoint {
         self.facts.warnings.extend(lines);
     }
 
-    /// Inserts `lines` at the beginning of the messages that are shown to the user when the
-    /// checkpoint is read.
+    /// Adds messages for the user about this checkpoint before the messages that the checkpoint
+    /// already has.
     pub(crate) fn prepend_notices(&mut self, mut lines: Vec<String>) {
         lines.append(&mut self.facts.notices);
         self.facts.notices = lines;
@@ -152,8 +153,8 @@ impl ExternalCheckpoint {
         index.map(|&i| &self.entries[i]).ok_or_else(|| CkptError::no_such_tensor(&self.path, role, name))
     }
 
-    /// Splits requests to read tensor elements into reads of single stored parts, because a file
-    /// may store a tensor in several parts.
+    /// Converts requests for tensor elements to reads from files, because a tensor may be stored in
+    /// several parts and each read covers one part.
     fn split_requests_into_part_reads<'a>(
         &'a self,
         requests: &'a mut [F32ReadRequest<'_>],
@@ -163,9 +164,9 @@ impl ExternalCheckpoint {
         Ok(parts)
     }
 
-    /// Splits one request to read tensor elements into one read per stored part of the tensor, and
-    /// appends the reads to `parts`. Each stored part of the tensor that has some of the requested
-    /// elements gets one read.
+    /// Converts one request for tensor elements to reads from files, each from one stored part of
+    /// the tensor, and appends these reads to `parts`. Each stored part of the tensor that has some
+    /// of the requested elements gets one read.
     ///
     /// # Errors
     ///
@@ -291,8 +292,8 @@ impl TensorSource for ExternalCheckpoint {
     }
 }
 
-/// Checks the tensors `entries`, and creates an index of them by role (weight, optimizer state or
-/// buffer) and name. `path` is the path of the checkpoint, for errors.
+/// Checks the names, shapes and stored parts of the tensors `entries`, and returns a map from each
+/// tensor's role and name to its position. `path` is the path of the checkpoint, for errors.
 ///
 /// # Errors
 /// Fails if a tensor's name or shape is invalid, its parts do not cover it exactly once, or two

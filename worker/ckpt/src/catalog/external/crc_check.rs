@@ -14,9 +14,9 @@ use std::ops::Range;
 /// Number of bytes of a file that a thread verifies as one unit of work. A span that would have
 /// more than [`PIECES_MAX`] pieces is split into larger pieces.
 const PIECE_BYTES: u64 = 8 << 20;
-/// The largest number of pieces into which a range of a file is divided for the threads that check
-/// it. Longer ranges get larger pieces, so that a sparse file, which may claim any size, cannot
-/// make the list of pieces long.
+/// The largest number of pieces into which one byte range of a file is divided to compute the
+/// range's CRC-32 with several threads. Longer ranges get larger pieces, so that a sparse file,
+/// which may claim any size, cannot make the list of pieces long.
 const PIECES_MAX: u64 = 1 << 20;
 /// Limit on the number of threads that verify checksums. More threads would only wait for the disk.
 const THREADS_MAX: usize = 16;
@@ -24,8 +24,8 @@ const THREADS_MAX: usize = 16;
 /// thread.
 const THREAD_MIN_BYTES: u64 = 1 << 20;
 
-/// A section of a file range with a stored CRC-32, whose checksum one thread computes as one unit
-/// of work.
+/// A piece of a byte range of a file, whose CRC-32 one thread computes before the CRC-32s of all
+/// pieces are combined.
 struct SpanPiece {
     /// Index of the file in [`StoredFiles`].
     file: usize,
@@ -44,8 +44,8 @@ fn split_into_pieces(file: usize, span: usize, bytes: Range<u64>) -> impl Iterat
     bytes.step_by(size as usize).map(piece)
 }
 
-/// Verifies every CRC-32 that the files of a checkpoint store for their byte ranges, except in
-/// files for which the function `skip` returns true. Returns the number of verified bytes, the
+/// Compares the CRC-32 of each byte range of the checkpoint's files with the CRC-32 that the file
+/// stores, except in files for which `skip` returns true. Returns the number of verified bytes, the
 /// number of spans, and a [`Damage`] for each span whose CRC-32 is wrong. A damage names the
 /// tensors of `entries` in its span.
 ///
@@ -78,9 +78,9 @@ pub(crate) fn verify_all_spans(
     Ok((bytes, spans.len() as u64, damaged.into_iter().map(damage).collect()))
 }
 
-/// Verifies the stored CRC-32 of each file range (span) of which tensor elements were read, or of
-/// all ranges if `every_span` is set. Reads only the bytes that were not read before, and marks the
-/// spans as verified.
+/// Verifies the CRC-32 of each byte range (span) of which some bytes were already read or, with
+/// `every_span`, of all ranges. Reads only the bytes that were not read before, and marks the spans
+/// as verified.
 ///
 /// # Errors
 /// Fails at the first span whose content does not match its CRC-32, with an error that names the
@@ -109,8 +109,9 @@ pub(crate) fn verify_read_spans(
     Ok(())
 }
 
-/// Iterates over the byte ranges with a stored CRC-32 (spans) in all files of the checkpoint. Each
-/// item is the file's index in `store`, the span's index in the file, and the span.
+/// Iterates over the byte ranges (spans) with tensors in all files of the checkpoint, each with the
+/// indices of its file and of the range. Each item is the file's index in `store`, the span's index
+/// in the file, and the span.
 fn list_spans(store: &StoredFiles) -> impl Iterator<Item = (usize, usize, &CrcSpan)> {
     let files = store.files.iter().enumerate();
     files.flat_map(|(f, file)| file.spans.iter().enumerate().map(move |(s, span)| (f, s, span)))
@@ -137,9 +138,9 @@ fn compute_crcs<'a>(store: &'a StoredFiles, pieces: &[SpanPiece]) -> Result<Vec<
     parallel::map_indices(choose_thread_count(bytes), pieces.len(), no_file, compute).into_iter().collect()
 }
 
-/// Returns the number of threads among which the verification of checksums of `bytes` bytes is
-/// divided. The number is that of the CPU cores plus 1, but at most [`THREADS_MAX`], and smaller if
-/// a thread would get fewer than [`THREAD_MIN_BYTES`].
+/// Returns how many threads compute checksums of `bytes` bytes in total, from the number of CPU
+/// cores and [`THREAD_MIN_BYTES`]. The number is that of the CPU cores plus 1, but at most
+/// [`THREADS_MAX`], and smaller if a thread would get fewer than [`THREAD_MIN_BYTES`].
 fn choose_thread_count(bytes: u64) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     (cores + 1).min(THREADS_MAX).min((bytes / THREAD_MIN_BYTES) as usize + 1)

@@ -79,14 +79,14 @@ pub struct ExternalFacts {
 }
 
 impl ExternalFacts {
-    /// Returns why the checkpoint's optimizer state is ignored, or `None` if it is not ignored or
-    /// does not exist.
+    /// Returns the reason why the optimizer state in the checkpoint's files is not read, or `None`
+    /// if it is read or absent.
     pub fn ignored_optimizer_reason(&self) -> Option<&str> {
         self.ignored_optimizer.as_deref()
     }
 
-    /// Returns true if the checkpoint was saved to resume a training, even if parts of the training
-    /// state are missing.
+    /// Returns true if the checkpoint contains state for resuming a training, such as an optimizer
+    /// step or RNG files, and not only weights.
     pub fn is_training_state(&self) -> bool {
         self.state.step.unwrap_or(0) > 0
             || self.ignored_optimizer_reason().is_some()

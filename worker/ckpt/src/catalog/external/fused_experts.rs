@@ -12,12 +12,12 @@ use std::ops::Range;
 
 /// Names of an expert's three matrices (gate, up, down) in files of the supported model families.
 const EXPERT_MATRIX_NAMES: [[&str; 3]; 2] = [["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"]];
-/// The names of the module with the mixture-of-experts layer in names of weights: first in
-/// Mixtral's files, then in the model.
+/// The text before `experts` in the name of a mixture-of-experts weight: first in Mixtral's files,
+/// then in the model's own names.
 const MOE_MODULE_NAMES: (&str, &str) = (".block_sparse_moe.", ".mlp.");
 
-/// A tensor of a single expert in a file, which is one part of the model's tensor for all experts
-/// of a layer.
+/// A weight tensor of a single expert in a checkpoint file, with its position in the model's tensor
+/// of all experts of the layer.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct SeparateExpertTensor {
     /// Name under which files store this part of the fused tensor.
@@ -27,8 +27,8 @@ pub(crate) struct SeparateExpertTensor {
     pub(crate) elements: Range<u64>,
 }
 
-/// Maps the weights of a model to the tensors of single experts in files, where a weight combines
-/// all experts of a layer.
+/// The weights of a model, where a weight with all experts of a layer is mapped to the
+/// single-expert tensors that checkpoint files store.
 #[derive(Debug, Default)]
 pub(crate) struct FusedExperts {
     /// Name and shape of each weight of the model.
@@ -38,14 +38,15 @@ pub(crate) struct FusedExperts {
     members: HashMap<String, Vec<SeparateExpertTensor>>,
 }
 
-/// The names and the shapes of the matrices of every expert in one layer. The key is the number of
-/// the expert and the index of the matrix (0 for gate, 1 for up, 2 for down).
+/// The weight matrices of all experts in one layer: a map from the expert's number and the matrix
+/// to the tensor's name and shape. The key is the number of the expert and the index of the matrix
+/// (0 for gate, 1 for up, 2 for down).
 type ExpertMatricesOfLayer<'a> = BTreeMap<(u64, usize), BorrowedWeightShape<'a>>;
 
 impl FusedExperts {
-    /// Determines the model's weights that combine all experts of a layer, from the names and
-    /// shapes of single-expert tensors in files. Returns `None` if they have no separate experts,
-    /// or if experts are missing or differ in shape.
+    /// Derives a model's weights, each of which combines all experts of a layer, from the tensors
+    /// of single experts in checkpoint files. Returns `None` if they have no separate experts, or
+    /// if experts are missing or differ in shape.
     pub(crate) fn from_separate_experts(weights: &[BorrowedWeightShape<'_>]) -> Option<FusedExperts> {
         let mut fused = FusedExperts::default();
         let mut layers: BTreeMap<String, ExpertMatricesOfLayer<'_>> = BTreeMap::new();
@@ -90,8 +91,8 @@ impl FusedExperts {
         Some(fused)
     }
 
-    /// Adds a weight of the model, together with `parts`, the names and shapes of the tensors in
-    /// which the files store it. Returns `None` if the number of elements overflows.
+    /// Adds a weight of the model with `parts`, the stored tensors of which the weight consists, in
+    /// the order of the weight's elements. Returns `None` if the number of elements overflows.
     fn add_weight(
         &mut self,
         name: String,
@@ -115,8 +116,8 @@ impl FusedExperts {
         Some(())
     }
 
-    /// Returns the stored tensors of which the model's weight `name` consists, or `None` if a file
-    /// stores it under its own name.
+    /// Returns the single-expert tensors that checkpoint files store for the model's weight `name`,
+    /// or `None` if one tensor of this name stores the weight.
     pub(crate) fn parts_of_weight(&self, name: &str) -> Option<&[SeparateExpertTensor]> {
         self.members.get(name).map(Vec::as_slice)
     }

@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// The CRC-32s of those pieces of a file's byte range that were read so far, by the offset of each
-/// piece. Adjacent pieces are merged.
+/// The CRC-32s of those pieces of one byte range that were already read from a file, by the file
+/// offset of each piece. Adjacent pieces are merged.
 #[derive(Default)]
 pub(super) struct PartialCrcs(Mutex<BTreeMap<u64, CrcPiece>>);
 
@@ -28,8 +28,8 @@ impl PartialCrcs {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records that the bytes of the file in the range `bytes` have the CRC-32 `crc`. Ignores an
-    /// empty range, and a range that overlaps an earlier range.
+    /// Records the CRC-32 of the file's bytes in the range `bytes`, which have been read. Ignores
+    /// an empty range, and a range that overlaps an earlier range.
     pub(super) fn add_crc(&self, bytes: Range<u64>, crc: u32) {
         if bytes.is_empty() {
             return;
@@ -57,7 +57,8 @@ impl PartialCrcs {
         self.lock_pieces().is_empty()
     }
 
-    /// Lists the parts of the byte range `span` of which no CRC-32 was recorded yet.
+    /// Lists the parts of the file's byte range `span` that must still be read, because no CRC-32
+    /// is recorded for them.
     pub(super) fn find_gaps(&self, span: Range<u64>) -> Vec<Range<u64>> {
         let (mut gaps, mut at) = (Vec::new(), span.start);
         for (&start, piece) in self.lock_pieces().iter() {
@@ -72,8 +73,8 @@ impl PartialCrcs {
         gaps
     }
 
-    /// Returns the CRC-32 of the byte range `span`, or `None` if the CRC-32 of some part of it was
-    /// not recorded yet.
+    /// Returns the CRC-32 of the whole byte range `span` of a file, or `None` if some bytes of the
+    /// range were not read yet.
     pub(super) fn whole_crc(&self, span: Range<u64>) -> Option<u32> {
         if span.is_empty() {
             return Some(0);

@@ -19,8 +19,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Number of bytes of 16-bit floats that are read from a file and converted at a time.
 const WIDEN_CHUNK_BYTES: usize = 1 << 20;
 
-/// Identifies a file range with a stored CRC-32 (a span) by the index of the file and the index of
-/// the span in it.
+/// Identifies a byte range (span) with tensors by the index of its file in the checkpoint and the
+/// index of the range in this file.
 pub(super) type SpanIndex = (usize, usize);
 
 /// The files of another program's checkpoint that contain tensors.
@@ -85,14 +85,14 @@ pub(crate) struct PartReadRequest<'a> {
 }
 
 impl StoredFile {
-    /// Creates the description of the checkpoint file `name`, without the file ranges (spans) that
-    /// contain its tensors.
+    /// Creates the description of the checkpoint file `name` of `size` bytes, to which the byte
+    /// ranges of its tensors are added later.
     pub(crate) fn new(directory: Arc<Directory>, name: String, size: u64) -> StoredFile {
         StoredFile { directory, name, size, spans: Vec::new() }
     }
 
-    /// Adds a file range (span) for each of `members`, the zip members or tensor storages of this
-    /// file, to its description. Returns the index of the first added span.
+    /// Adds the byte ranges of the zip members or tensor storages `members` to the description of
+    /// this file. Returns the index of the first added span.
     pub(crate) fn add_spans(&mut self, members: Vec<ZipMember>) -> usize {
         let first = self.spans.len();
         self.spans.extend(members.into_iter().map(|m| CrcSpan {
@@ -115,7 +115,8 @@ impl StoredFile {
         &self.directory
     }
 
-    /// Opens this file for reads at any offset, for which the buffers in `scratch` are used.
+    /// Opens this file to read bytes at any offset, and fails if the file's size has changed since
+    /// the checkpoint was opened.
     ///
     /// # Errors
     /// Fails if the size has changed since the checkpoint was opened.
@@ -139,8 +140,8 @@ impl StoredFile {
         open.compute_crc(bytes).map_err(|e| self.convert_read_error(e))
     }
 
-    /// Reads bytes of the file range `span` from offset `at` on into `out`, and records their
-    /// CRC-32 unless the range is verified.
+    /// Fills `out` with bytes from the file offset `at` on, and records their CRC-32 if the byte
+    /// range `span` is not verified yet.
     fn read_and_record_crc(
         &self,
         open: &mut OffsetReader<'_>,
@@ -174,8 +175,8 @@ impl StoredFile {
 }
 
 impl StoredFiles {
-    /// Adds a file to the list of the checkpoint's files, with the file ranges that contain its
-    /// tensors (`members`). Returns the index of the file.
+    /// Adds a file to the list of the checkpoint's files, with `members`, the byte ranges of the
+    /// file that contain tensors. Returns the index of the file.
     pub(crate) fn add_file(
         &mut self,
         directory: &Arc<Directory>,
@@ -189,8 +190,9 @@ impl StoredFiles {
         self.files.len() - 1
     }
 
-    /// Returns the [`Damage`] that reports a byte range of a file whose content does not match its
-    /// stored CRC-32. `tensors` are the labels of the tensors with a part in the span.
+    /// Describes, as a [`Damage`], the mismatch between the bytes of a file range and the CRC-32
+    /// that the file stores for this range. `tensors` are the labels of the tensors with a part in
+    /// the span.
     pub(super) fn make_crc_mismatch_damage(&self, (file, span): SpanIndex, tensors: Vec<String>) -> Damage {
         let stored = &self.files[file];
         let reason = DamageReason::CrcMismatch { member: stored.spans[span].name.clone() };
@@ -208,10 +210,10 @@ impl StoredFiles {
         )
     }
 
-    /// Reads tensor elements for all of `part_reads`, in the order in which the files store them,
-    /// into the buffers of these requests. Verifies the span of a part before the part is read if
-    /// `checked` is true or the part is not contiguous. An error about a span names the tensors of
-    /// `entries` in the span.
+    /// Reads the tensor elements that `part_reads` requests into the buffers of these requests, in
+    /// the order of the elements' positions in the files. Verifies the span of a part before the
+    /// part is read if `checked` is true or the part is not contiguous. An error about a span names
+    /// the tensors of `entries` in the span.
     ///
     /// If `checked` is false, the caller must verify the read spans after the last read with
     /// [`super::crc_check::verify_read_spans`], and must discard the elements if that fails.
@@ -261,9 +263,9 @@ impl StoredFiles {
         Ok(())
     }
 
-    /// Returns all bytes of the file range (span) with a non-contiguous tensor part, from a cache
-    /// if it contains them. Returns `None` for contiguous parts, and if the span is too large for
-    /// the cache. The caller must have verified the span.
+    /// Returns all bytes of the byte range (span) that contains a non-contiguous tensor part, from
+    /// a cache or from the file. Returns `None` for contiguous parts, and if the span is too large
+    /// for the cache. The caller must have verified the span.
     fn load_strided_span(&self, part: &TensorPart, open: &mut OffsetReader<'_>) -> Result<Option<Arc<[u8]>>> {
         if part.strided.is_none() {
             return Ok(None);
@@ -274,9 +276,9 @@ impl StoredFiles {
         self.strided.get_or_read((part.file, part.span), bytes.end - bytes.start, read)
     }
 
-    /// Reads the elements `range` of a tensor from its stored part `part` into `out`, without
-    /// converting their dtype. `part` must have all of these elements. Verifies the span of the
-    /// part first.
+    /// Reads the elements `range` of a tensor from one stored part into `out`, after verifying the
+    /// part, as bytes in their stored dtype. `part` must have all of these elements. Verifies the
+    /// span of the part first.
     pub(crate) fn read_raw(
         &self,
         part: &TensorPart,
@@ -315,8 +317,8 @@ impl StoredFiles {
         Ok(range.end.min(range.start + (data.start - first) / size))
     }
 
-    /// Reads the optimizer step of a parameter, which the checkpoint's file number `file` stores as
-    /// a number or as a tensor with one element.
+    /// Returns a parameter's optimizer step, which a torch file stores as a number or as a tensor
+    /// with one element.
     pub(crate) fn read_step(&self, file: usize, step: &StepValue) -> Result<f64> {
         match step {
             StepValue::Number(number) => Ok(*number),
@@ -324,8 +326,8 @@ impl StoredFiles {
         }
     }
 
-    /// Reads the first element of the torch tensor `view`, which the checkpoint's file number
-    /// `file` stores, as F32. Verifies the span of the tensor first.
+    /// Reads the first element of a torch tensor in the checkpoint file with the index `file`, and
+    /// converts it to F32. Verifies the span of the tensor first.
     pub(crate) fn read_scalar(&self, file: usize, view: &TensorView) -> Result<f32> {
         self.read_first_element(&TensorPart::new(file, view, 0..1, 0), view.dtype)
     }
@@ -339,8 +341,8 @@ impl StoredFiles {
     }
 }
 
-/// Returns, for each file range (span) in `spans`, the labels of the tensors in `entries` that are
-/// stored there.
+/// Finds the tensors that are stored in each of the byte ranges `spans`, and returns their names
+/// for error messages by range.
 pub(super) fn list_tensors_in_spans(
     spans: &[SpanIndex],
     entries: &[ExternalTensor],
@@ -357,8 +359,8 @@ pub(super) fn list_tensors_in_spans(
     found
 }
 
-/// Reads tensor elements from a byte range (span) of a file into the buffer of the request `w`, and
-/// converts them to F32. `buffer` is scratch memory, whose content is overwritten.
+/// Reads the tensor elements of the request `w` from a byte range of a file, and converts them to
+/// F32 in the request's buffer. `buffer` is scratch memory, whose content is overwritten.
 fn read_part_as_f32(
     file: &StoredFile,
     open: &mut OffsetReader<'_>,
@@ -392,7 +394,7 @@ fn read_part_as_f32(
     })
 }
 
-/// Copies the bytes of `content` that begin at offset `at` to `out`, which they fill.
+/// Fills `out` with bytes of `content` that begin at the offset `at`.
 fn copy_bytes(content: &[u8], at: u64, out: &mut [u8]) -> Result<()> {
     let outside = || CkptError::internal("an element is outside of its span");
     let at = usize::try_from(at).map_err(|_| outside())?;

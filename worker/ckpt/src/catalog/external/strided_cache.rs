@@ -24,10 +24,10 @@ struct CachedSpan {
 }
 
 impl StridedCache {
-    /// Returns the bytes of the file range `place` from the cache, or reads them with the callback
-    /// `read` and caches them. If the span is not cached, calls `read` with a buffer that `read`
-    /// must fill, and removes the spans that were cached first if the cache is full. Returns `None`
-    /// without a call of `read` if the span is larger than the cache.
+    /// Returns the bytes of a range of a checkpoint file, either from this cache, or by a call of
+    /// `read`, whose result is then cached. If the span is not cached, calls `read` with a buffer
+    /// that `read` must fill, and removes the spans that were cached first if the cache is full.
+    /// Returns `None` without a call of `read` if the span is larger than the cache.
     ///
     /// # Errors
     /// Fails if `read` fails.

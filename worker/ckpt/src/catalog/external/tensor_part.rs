@@ -1,5 +1,5 @@
-//! [`ExternalTensor`] and [`TensorPart`]: a tensor of another program's checkpoint, and the places
-//! in files where its elements are stored.
+//! [`ExternalTensor`] describes one tensor in a checkpoint of another program, and [`TensorPart`]
+//! describes which range of a file stores some of its elements.
 use crate::catalog::model::TensorInfo;
 use crate::codec::safetensors::SafetensorsEntry;
 use crate::codec::torch_file::TensorView;
@@ -16,9 +16,9 @@ pub(crate) struct ExternalTensor {
 }
 
 impl ExternalTensor {
-    /// Describes a checkpoint tensor with the name `name` and the role `role` whose elements are
-    /// those of the torch tensor `view`, in row-major order. `file` is the index of the view's file
-    /// in `StoredFiles`.
+    /// Describes a checkpoint tensor that consists of all elements of the torch tensor `view`, and
+    /// is a weight, buffer or optimizer state as `role` states. `file` is the index of the view's
+    /// file in `StoredFiles`.
     pub(crate) fn from_whole_view(
         name: &str,
         role: TensorRole,
@@ -28,9 +28,9 @@ impl ExternalTensor {
         ExternalTensor::from_view_elements(name, role, &view.shape, file, view, 0..view.element_count())
     }
 
-    /// Describes a checkpoint tensor of the shape `shape` whose elements are those with the
-    /// row-major indices `taken` in the torch tensor `view`. `file` is the index of the view's file
-    /// in `StoredFiles`.
+    /// Describes a checkpoint tensor that consists of those elements of the torch tensor `view`
+    /// whose row-major indices are in the range `taken`. `file` is the index of the view's file in
+    /// `StoredFiles`.
     pub(crate) fn from_view_elements(
         name: &str,
         role: TensorRole,
@@ -43,9 +43,9 @@ impl ExternalTensor {
         ExternalTensor::from_parts(name, role, view.dtype, shape, part.into_iter().collect())
     }
 
-    /// Describes a checkpoint tensor that a safetensors file stores, using the name, dtype and
-    /// shape in `entry` of the file's header. The elements of the tensor are the whole span `span`
-    /// of this file.
+    /// Describes a checkpoint tensor that a safetensors file stores, with the name, dtype and shape
+    /// that the header of the file states. The elements of the tensor are the whole span `span` of
+    /// this file.
     pub(crate) fn from_safetensors_entry(
         entry: SafetensorsEntry,
         role: TensorRole,
@@ -75,7 +75,8 @@ impl ExternalTensor {
     }
 }
 
-/// Consecutive elements of a tensor, and the place in a file where they are stored.
+/// A range of consecutive elements of one checkpoint tensor, together with the file and the offset
+/// at which the elements are stored.
 #[derive(Clone, Debug)]
 pub(crate) struct TensorPart {
     /// Index of the first element in the tensor.
@@ -98,8 +99,8 @@ pub(crate) struct TensorPart {
     pub(super) strided: Option<Arc<StridedLayout>>,
 }
 
-/// The shape and the strides of a part of a tensor whose elements are not contiguous in the file
-/// that stores them.
+/// The shape and the strides of a torch tensor whose elements are not stored contiguously in its
+/// file, such as a transposed matrix.
 #[derive(Debug)]
 pub(super) struct StridedLayout {
     shape: Vec<u64>,
@@ -124,8 +125,8 @@ impl TensorPart {
         }
     }
 
-    /// Describes where the subrange `taken` of this part's elements is stored, as a part of another
-    /// tensor. The elements must be in this part.
+    /// Describes where some elements of this part are stored, as the description of a part of
+    /// another tensor that begins with index `start`. The elements must be in this part.
     pub(crate) fn slice_for_tensor(&self, taken: Range<u64>, start: u64) -> TensorPart {
         let before = taken.start - self.start;
         let mut part = TensorPart { start, count: taken.end - taken.start, ..self.clone() };
@@ -141,9 +142,9 @@ impl TensorPart {
         self.start..self.start.saturating_add(self.count)
     }
 
-    /// Calls `run(first, count)` for each group of elements that the file stores contiguously,
-    /// among the tensor's elements with the indices `range`. `first` is the index of the group's
-    /// first element in the span.
+    /// Calls `run(first, count)` for each group of `count` tensor elements that are contiguous in
+    /// the file, until all elements with indices in `range` are covered. `first` is the index of
+    /// the group's first element in the span.
     ///
     /// # Errors
     /// Fails with the first error that `run` returns, and makes no further calls.
@@ -169,8 +170,8 @@ impl TensorPart {
 }
 
 impl StridedLayout {
-    /// Returns the distance, in elements, from the start of the strided part to the element with
-    /// the row-major index `index`.
+    /// Returns the distance in the file, in elements, from the first element of a strided tensor to
+    /// the element with the row-major index `index`.
     fn locate_element(&self, mut index: u64) -> u64 {
         let mut position = 0;
         for (&size, &stride) in self.shape.iter().zip(&self.strides).rev() {

@@ -1,5 +1,5 @@
-//! Splits a stored tensor that contains the weights of all experts of a layer into the tensors of
-//! the single experts.
+//! Splits each tensor of an external checkpoint that contains the weights of all experts of a layer
+//! into one tensor per expert.
 use super::checkpoint::ExternalCheckpoint;
 use super::facts::ExternalFacts;
 use super::fused_experts::{FusedExperts, SeparateExpertTensor};
@@ -9,11 +9,11 @@ use crate::tensor::element_ranges;
 use std::collections::HashMap;
 
 impl ExternalCheckpoint {
-    /// Replaces each tensor that contains all experts of a layer by one tensor per expert, with the
-    /// names and shapes in `weights`, also for optimizer states. Renames other weights whose names
-    /// differ between a model with fused experts and `weights`. A tensor that exists in both forms
-    /// stays fused, so that readers of `weights` reject it as an unexpected tensor. Does nothing if
-    /// `weights` lists no separate experts, or lists experts that cannot be fused.
+    /// Splits each weight or optimizer state that contains all experts of a layer into one tensor
+    /// per expert, if the model's list `weights` has separate experts. Renames other weights whose
+    /// names differ between a model with fused experts and `weights`. A tensor that exists in both
+    /// forms stays fused, so that readers of `weights` reject it as an unexpected tensor. Does
+    /// nothing if `weights` lists no separate experts, or lists experts that cannot be fused.
     pub fn unfuse_experts(&mut self, weights: &[(String, Vec<u64>)]) {
         let Some(fused) = FusedExperts::from_separate_experts(&borrow_weight_shapes(weights)) else { return };
         let shapes: HashMap<&str, &[u64]> = borrow_weight_shapes(&fused.weights).into_iter().collect();
@@ -40,8 +40,8 @@ impl ExternalCheckpoint {
     }
 }
 
-/// Describes the tensor of the single expert `member` as a range of the elements of `entry`, the
-/// tensor with all experts of a layer.
+/// Describes the tensor of one expert, `member`, as a range of elements of `entry`, the stored
+/// tensor that contains all experts of the layer.
 fn extract_expert_tensor(entry: &ExternalTensor, member: &SeparateExpertTensor) -> ExternalTensor {
     let mut info = entry.info.clone();
     (info.name, info.shape) = (member.name.clone(), member.shape.clone());
@@ -56,8 +56,8 @@ fn extract_expert_tensor(entry: &ExternalTensor, member: &SeparateExpertTensor) 
 }
 
 impl ExternalFacts {
-    /// Replaces the name of each weight that contains all experts of a layer by the names of the
-    /// single experts' weights, throughout the training state.
+    /// Replaces the name of each weight with all experts of a layer by the names of the single
+    /// experts' weights, in parameter groups, frozen weights and update counts.
     fn rename_fused_weights(&mut self, fused: &FusedExperts) {
         let stored_names = |name: &String| fused.stored_names(name).collect::<Vec<_>>();
         let each = |names: &mut Vec<String>| *names = names.iter().flat_map(stored_names).collect();

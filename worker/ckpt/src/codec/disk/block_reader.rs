@@ -45,8 +45,8 @@ impl BlockReader {
         Ok(BlockReader { file, directory, name, direct, size, base: 0 })
     }
 
-    /// Creates a reader of the byte range `range` of a memory file, with `directory` and `name` as
-    /// the path in error messages.
+    /// Creates a reader of the byte range `range` of a memory file, which error messages call the
+    /// file `name` in the directory `directory`.
     pub(crate) fn from_memory_file(
         file: File,
         range: Range<u64>,
@@ -63,8 +63,9 @@ impl BlockReader {
         self.size
     }
 
-    /// Lists the ranges of 1 MiB blocks within `blocks` that contain data and not only holes of a
-    /// sparse file. The other blocks are in holes of a sparse file and consist of zeros.
+    /// Lists those ranges of 1 MiB blocks within `blocks` that must be read because a part of them
+    /// is stored outside of the holes of a sparse file. The other blocks are in holes of a sparse
+    /// file and consist of zeros.
     pub(crate) fn list_data_blocks(&self, blocks: Range<u64>) -> Vec<Range<u64>> {
         let block = BLOCK_BYTES as u64;
         let (mut at, end) = (blocks.start * block, self.size.min(blocks.end.saturating_mul(block)));
@@ -84,8 +85,9 @@ impl BlockReader {
         found
     }
 
-    /// Reads the byte range `bytes` of this open file into the beginning of the buffer `window`.
-    /// The range must begin at a block boundary.
+    /// Reads the byte range `bytes` of this open file into the beginning of the read buffer
+    /// `window`, and reports a file that is too short as damaged. The range must begin at a block
+    /// boundary.
     ///
     /// # Errors
     /// Fails with [`DamageReason::Truncated`] if the file ends within the range.
@@ -149,13 +151,14 @@ impl BlockRequest {
     }
 }
 
-/// What a reader passes to its callback for each group of blocks: the request for the group, and
-/// its bytes or the read error.
+/// The argument of the callback of [`stream_windows`]: a request for consecutive blocks of a file,
+/// and either the bytes of these blocks or the read error.
 pub(crate) type WindowResult<'a> = (BlockRequest, std::result::Result<&'a [u8], &'a CkptError>);
 
-/// Reads the blocks of all requests in `jobs`, and passes them to `sink` in order, in groups of at
-/// most one read buffer. `open(i)` must open the file with index `i`, and is called only if the
-/// previous request was for another file. A thread reads the next window while `sink` runs.
+/// Reads the blocks that the requests in `jobs` name, one read buffer at a time, and calls `sink`
+/// in order with the contents of each buffer. `open(i)` must open the file with index `i`, and is
+/// called only if the previous request was for another file. A thread reads the next window while
+/// `sink` runs.
 ///
 /// # Errors
 /// Fails at the first error that `sink` returns, or if memory for a window cannot be allocated.
@@ -209,8 +212,9 @@ struct BlockRequestReader<F> {
 }
 
 impl<F: Fn(usize) -> Result<BlockReader>> BlockRequestReader<F> {
-    /// Reads the consecutive blocks that the request `job` selects from one file into the beginning
-    /// of the buffer `window`. Opens the file first if the previous request was for another file.
+    /// Reads the consecutive blocks of a checkpoint file that the request `job` names into the
+    /// beginning of the read buffer `window`. Opens the file first if the previous request was for
+    /// another file.
     fn read_requested_blocks(&mut self, job: &BlockRequest, window: &mut [u8]) -> Result<()> {
         if self.current.as_ref().is_none_or(|(i, _)| *i != job.file) {
             self.current = Some((job.file, (self.open)(job.file)?));

@@ -5,7 +5,8 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 
-/// A block of zeros whose CRC-32 serves to compute the CRC-32 of longer sequences of zeros.
+/// 4 KiB of zeros, from whose CRC-32 the checksums of longer sequences of zeros are derived, such
+/// as of the holes of sparse files.
 const ZERO_BLOCK: [u8; 4096] = [0; 4096];
 
 /// Computes the CRC-32 of two concatenated byte sequences from their CRC-32s. `second_bytes` is the

@@ -64,8 +64,8 @@ pub(crate) fn make_dir(path: &Path) -> Result<()> {
         .map_err(CkptError::io("create directory", path))
 }
 
-/// Creates a directory and its missing parents, and makes their entries durable. Does nothing if
-/// the directory exists.
+/// Creates a directory and its missing parent directories, and syncs the parents, so that the new
+/// directories survive a crash of the host. Does nothing if the directory exists.
 pub(crate) fn make_dirs(path: &Path) -> Result<()> {
     match fs::metadata(path) {
         Ok(m) if m.is_dir() => return Ok(()),
@@ -140,8 +140,8 @@ pub(crate) fn remove_tree(path: &Path) -> Result<()> {
     }
 }
 
-/// The state of a file, by which changes are detected: path, size in bytes, and modification time
-/// (seconds, nanoseconds).
+/// Path, size in bytes, and modification time (seconds and nanoseconds) of a file, which are
+/// compared later to find out whether the file has changed.
 pub(crate) type FileState = (PathBuf, u64, i64, i64);
 
 /// Lists the path, size and modification time of each file in the directory tree `path`, sorted by
@@ -277,9 +277,9 @@ impl Directory {
         }
     }
 
-    /// Opens the subdirectory that directly contains the entry with the relative path `name`.
-    /// Returns this subdirectory (an inner `None` stands for `self`) and the last component.
-    /// Returns `None` if a subdirectory does not exist.
+    /// Opens the directory that directly contains the entry `name`, a path relative to this
+    /// directory, without following symbolic links. Returns this subdirectory (an inner `None`
+    /// stands for `self`) and the last component. Returns `None` if a subdirectory does not exist.
     ///
     /// # Errors
     /// Fails if a component is a symbolic link or not a directory, or the path points outside of
@@ -315,8 +315,8 @@ impl Directory {
         Err(CkptError::damaged(&self.path, name, DamageReason::NotRegularFile))
     }
 
-    /// Opens the regular file `name` of the directory for reading, with the additional open flags
-    /// `extra`. Returns the file and its size in bytes.
+    /// Opens the regular file `name` of this directory for reading, with `extra` as further flags
+    /// of the system call `openat`. Returns the file and its size in bytes.
     ///
     /// # Errors
     /// Fails if the file is missing, is not a regular file (symbolic links are not followed), or
@@ -397,8 +397,8 @@ impl Directory {
         Ok(names)
     }
 
-    /// Lists the names of the numbered subdirectories, such as those of steps, in ascending order
-    /// of the numbers that `parse_number` returns.
+    /// Lists the names of the subdirectories from whose names `parse_number` extracts a number,
+    /// such as a step, in ascending order of this number.
     pub(crate) fn list_numbered_directories(
         &self,
         parse_number: impl Fn(&str) -> Option<u64>,

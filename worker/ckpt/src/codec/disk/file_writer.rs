@@ -45,8 +45,8 @@ pub(crate) struct WrittenFile {
     pub(crate) digest: Option<Hash>,
 }
 
-/// The hashes of the bytes that a [`FileWriter`] has written so far, as selected by its
-/// [`HashMode`].
+/// The intermediate state of the hashes of a file that a [`FileWriter`] is still writing: no hash,
+/// one hash per 1 MiB block, or one for the whole file.
 enum RunningHashes {
     Off,
     Blocks(Vec<Hash>),
@@ -73,7 +73,8 @@ impl RunningHashes {
         }
     }
 
-    /// Returns the size `bytes` of a completed file together with the hashes of its content.
+    /// Returns the description of a completed file: the size `bytes`, and the hashes that were
+    /// computed while the file was written.
     fn describe_file(self, bytes: u64) -> WrittenFile {
         match self {
             RunningHashes::Off => WrittenFile { bytes, blocks: Vec::new(), digest: None },
@@ -170,8 +171,8 @@ impl OutputFile {
     }
 }
 
-/// The thread on which a [`FileWriter`] writes full buffers to the file: the calling thread or a
-/// separate one.
+/// The way in which a [`FileWriter`] writes full buffers to its file: in the thread of the caller,
+/// or in a separate thread.
 enum WindowWriter {
     /// The calling thread writes. Used for files of up to one window.
     Inline(OutputFile),
@@ -262,8 +263,9 @@ impl FileWriter {
         self.hashes.add_block(&self.window[self.filled - n..self.filled]);
     }
 
-    /// Passes the full buffer to the writing thread, and continues with an empty one. Starts the
-    /// thread at the first call. Blocks while all other windows wait to be written.
+    /// Sends the full write buffer to the thread that writes the file, and takes an empty buffer
+    /// for the following bytes. Starts the thread at the first call. Blocks while all other windows
+    /// wait to be written.
     fn send_window(&mut self) -> io::Result<()> {
         if let WindowWriter::Inline(_) = self.writer
             && let WindowWriter::Inline(output) = std::mem::replace(&mut self.writer, WindowWriter::Closed)
@@ -291,7 +293,7 @@ impl FileWriter {
     }
 
     /// Waits until the writing thread has written all full buffers and has ended, and returns the
-    /// open output file.
+    /// open file, to which the caller appends the last buffer.
     fn wait_for_writes(&mut self) -> io::Result<OutputFile> {
         match std::mem::replace(&mut self.writer, WindowWriter::Closed) {
             WindowWriter::Inline(output) => Ok(output),

@@ -46,8 +46,8 @@ pub(crate) struct OffsetReader<'a> {
     scratch: &'a ReadBuffers,
 }
 
-/// The file descriptor through which an [`OffsetReader`] reads its file with direct I/O (O_DIRECT),
-/// opened at the first such read.
+/// The state of direct I/O (O_DIRECT) for the file of an [`OffsetReader`]: not tried yet, open, or
+/// unsupported by the file system.
 enum DirectFile {
     /// The file has not been opened with O_DIRECT yet.
     Unopened,
@@ -71,8 +71,8 @@ impl<'a> OffsetReader<'a> {
         Ok((OffsetReader { directory, name, cached, direct: DirectFile::Unopened, scratch }, size))
     }
 
-    /// Reads the byte range `bytes` of the file in consecutive pieces of at most
-    /// [`DIRECT_READ_BYTES`] bytes, and passes each piece to `sink` in order.
+    /// Reads the byte range `bytes` of the file, and calls `sink` in order with consecutive pieces
+    /// of at most [`DIRECT_READ_BYTES`] bytes.
     ///
     /// # Errors
     ///
@@ -105,8 +105,8 @@ impl<'a> OffsetReader<'a> {
         compute_file_crc(&file, bytes, |data, hasher| self.for_each_piece(data, |piece| hasher.update(piece)))
     }
 
-    /// Returns the first byte range within `bytes` that contains data, if this file is a sparse
-    /// file with holes.
+    /// Returns the first range of the file within `bytes` that is not in a hole of a sparse file,
+    /// or an empty range.
     pub(crate) fn find_data(&self, bytes: Range<u64>) -> Range<u64> {
         find_data(&self.cached, bytes)
     }
@@ -183,9 +183,9 @@ impl<'a> OffsetReader<'a> {
         Ok(())
     }
 
-    /// Reads the byte range `bytes` of this file with direct I/O where that is possible and useful,
-    /// and passes the bytes to `sink` in one call. Returns true if that was possible. The caller
-    /// must limit the range with [`direct_read_end`].
+    /// Reads the byte range `bytes` of this file with direct I/O and passes it to `sink`, unless
+    /// the range is small, mostly cached, or direct I/O unsupported. Returns true if that was
+    /// possible. The caller must limit the range with [`direct_read_end`].
     ///
     /// Returns false without a call of `sink` if the range is small, at least half of it is cached,
     /// or the file system does not support O_DIRECT. The caller must then read through the page
@@ -228,8 +228,8 @@ impl<'a> OffsetReader<'a> {
     }
 }
 
-/// Returns the end offset of a direct read that begins at offset `at`, which is a multiple of the
-/// O_DIRECT alignment.
+/// Returns the file offset at which a direct read from offset `at` must end, so that the read is
+/// aligned and fits into one buffer.
 fn direct_read_end(at: u64) -> u64 {
     at.saturating_add(DIRECT_READ_BYTES as u64) / DIRECT_IO_ALIGNMENT as u64 * DIRECT_IO_ALIGNMENT as u64
 }

@@ -23,9 +23,9 @@ pub(crate) fn find_data(file: &File, bytes: Range<u64>) -> Range<u64> {
     start..end.clamp(start, bytes.end).max((start + 1).min(bytes.end))
 }
 
-/// Returns true if the file still has at least `size` bytes, so that a byte range that ends there
-/// can be read. A range beyond the end of the file does not count as a hole, since a read of such a
-/// range must fail.
+/// Returns true if the file has at least `size` bytes, by which a hole is distinguished from a
+/// range beyond the end of the file. A range beyond the end of the file does not count as a hole,
+/// since a read of such a range must fail.
 fn has_min_bytes(file: &File, size: u64) -> bool {
     file.metadata().is_ok_and(|m| m.len() >= size)
 }

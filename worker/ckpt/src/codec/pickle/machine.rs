@@ -6,7 +6,8 @@ use super::tree::{
 use crate::error::PickleError;
 use crate::format_constants::PICKLE_BYTES_MAX;
 
-/// The result of executing pickle opcodes.
+/// The result of executing opcodes of a pickle: a value, or the [`PickleError`] because of which
+/// the pickle is rejected.
 type Result<T> = std::result::Result<T, PickleError>;
 
 /// Parses the bytes `input`, which must be exactly one pickle, and returns the tree of its values.
@@ -162,8 +163,8 @@ impl<'a> PickleMachine<'a> {
         Ok(())
     }
 
-    /// Adds `n` to the number of values that the untrusted pickle has created so far. Fails if the
-    /// number exceeds [`VALUES_MAX`].
+    /// Adds `n` to the count of values that the untrusted pickle has created so far, which is
+    /// limited to protect memory. Fails if the number exceeds [`VALUES_MAX`].
     fn add_to_value_count(&mut self, n: usize) -> Result<()> {
         self.pushed = self.pushed.saturating_add(n);
         match self.pushed > VALUES_MAX {
@@ -181,8 +182,8 @@ impl<'a> PickleMachine<'a> {
         Ok(())
     }
 
-    /// Returns the height of the stack, in values, at which the pickle pushed its most recent mark.
-    /// Values below that height must not be popped.
+    /// Returns the number of values on the stack below the most recent mark of the pickle, or 0 if
+    /// there is no mark. Values below that height must not be popped.
     fn last_mark_height(&self) -> usize {
         self.marks.last().copied().unwrap_or(0)
     }
@@ -302,8 +303,8 @@ impl<'a> PickleMachine<'a> {
         self.push_node(PickleNode::Bytes)
     }
 
-    /// Pops all values above the most recent mark, and pushes the list, tuple, set or dict that
-    /// `make` builds from these values.
+    /// Pops all values above the most recent mark, and pushes the one list, tuple, set or dict that
+    /// the callback `make` creates from these values.
     fn push_marked_collection(&mut self, make: impl Fn(Vec<PickleValue>) -> PickleNode) -> Result<()> {
         let values = self.pop_mark()?;
         self.push_node(make(values))
@@ -374,7 +375,8 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Stores the value on top of the stack in the pickle's memo, under the number `index`.
+    /// Stores the value on top of the stack as entry number `index` of the pickle's memo, from
+    /// which later opcodes can push it again.
     fn store_memo(&mut self, index: usize) -> Result<()> {
         let value = self.peek()?;
         if index >= MEMO_ENTRIES_MAX {
@@ -446,8 +448,8 @@ impl<'a> PickleMachine<'a> {
     }
 
     /// Pops the arguments of a call from the stack of the pickle machine, and then the Python class
-    /// or function that is called. Returns the callee's name and the arguments. Fails if the callee
-    /// is not a class or function, or the arguments are not a tuple.
+    /// or function that the pickle calls. Returns the callee's name and the arguments. Fails if the
+    /// callee is not a class or function, or the arguments are not a tuple.
     fn pop_call(&mut self) -> Result<(&'static str, PickleValue)> {
         let (args, class) = (self.pop()?, self.pop()?);
         match (self.node(class), self.node(args)) {
@@ -473,9 +475,9 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Reads the keys and values of an `OrderedDict` from the arguments `args` with which the
-    /// pickle constructs this dict. Counts the copied values, since a pickle could copy a shared
-    /// list many times.
+    /// Returns the key-value pairs of an `OrderedDict` that the pickle creates, from `args`, the
+    /// arguments of the constructor call in the pickle. Counts the copied values, since a pickle
+    /// could copy a shared list many times.
     fn read_ordered_dict_pairs(&mut self, args: PickleValue) -> Result<Vec<(PickleValue, PickleValue)>> {
         let values = |v: PickleValue| match self.node(v)? {
             PickleNode::List(v) | PickleNode::Tuple(v) => Some(v.as_slice()),
@@ -523,8 +525,9 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Pops the value that the BUILD opcode sets as an object's state, and stores it in the object
-    /// on top of the remaining stack. If a dict is below the value, the value is dropped.
+    /// Executes the opcode BUILD: pops the state of a Python object, such as its attributes, and
+    /// stores it in the object that is then on top of the stack. If a dict is below the value, the
+    /// value is dropped.
     fn set_object_state(&mut self) -> Result<()> {
         let given = self.pop()?;
         match self.peek_node()? {

@@ -61,7 +61,8 @@ pub enum PythonObject {
     },
 }
 
-/// A contiguous tensor in a torch file that begins at the first element of its tensor storage.
+/// A reference to a contiguous tensor in a torch file, whose elements begin at the start of the
+/// tensor storage with the index `storage`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StoredTensor {
     /// Index of the storage in its file.
@@ -72,8 +73,8 @@ pub struct StoredTensor {
     pub(crate) shape: Vec<u64>,
 }
 
-/// Names of the Python classes of which pickles may create objects by `__new__` without arguments.
-/// Objects of all other classes become recorded calls.
+/// Names of those Python classes whose objects a pickle may create by `__new__` without constructor
+/// arguments. Objects of all other classes become recorded calls.
 const NEW_WITHOUT_ARGS_CLASSES: [&str; 3] = [
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -186,10 +187,10 @@ impl PythonObject {
 }
 
 impl PickleView<'_> {
-    /// Copies this value of a parsed pickle to a [`PythonObject`], unless it consists of more than
-    /// `left` values. `tensor` converts the objects that represent tensors. Returns `None` if a
-    /// part was dropped on reading (bytes, integers beyond 64 bits), if a part cannot be converted,
-    /// or if more than `left` values would be copied.
+    /// Copies this value of a parsed pickle to a [`PythonObject`], and subtracts the number of
+    /// copied values from `left`, the remaining limit. `tensor` converts the objects that represent
+    /// tensors. Returns `None` if a part was dropped on reading (bytes, integers beyond 64 bits),
+    /// if a part cannot be converted, or if more than `left` values would be copied.
     pub(crate) fn to_object(
         self,
         left: &mut usize,
@@ -223,8 +224,8 @@ impl PickleView<'_> {
         })
     }
 
-    /// Converts a call in a parsed pickle to a [`PythonObject`], unless the call and its arguments
-    /// consist of more than `left` values.
+    /// Converts a call of a Python class or function in a parsed pickle to a [`PythonObject`], and
+    /// subtracts the number of copied values from `left`.
     fn call_to_object(
         self,
         call: &PickleCall,

@@ -9,20 +9,21 @@ use serde_json::{Map, Number, Value as Json};
 pub(crate) const VALUES_MAX: usize = 8 << 20;
 /// Limit on the number of values that a pickle may store in its memo for later use.
 pub(crate) const MEMO_ENTRIES_MAX: usize = 4 << 20;
-/// Limit on the total number of values in a pickle, counting a value once for each place that
-/// refers to it. The unit is a value, or 8 bytes of text. The limit bounds the work of every reader
-/// that follows the values from the root.
+/// Limit on the number of values that a reader of a pickle meets if it visits a shared value again
+/// for each reference to it. The unit is a value, or 8 bytes of text. The limit bounds the work of
+/// every reader that follows the values from the root.
 const EXPANDED_VALUES_MAX: usize = 16 << 20;
 /// Number of bytes of text that count as one value in the limit [`EXPANDED_VALUES_MAX`].
 const TEXT_BYTES_PER_VALUE: u32 = 8;
 /// Maximum number of values of a pickle that one conversion to JSON may produce.
 const JSON_VALUES_MAX: usize = 100_000;
 
-/// The position of a list, dict or other composite value in the node list of a [`PickleTree`].
+/// The index of a list, dict or other composite value in a [`PickleTree`]'s array of all composite
+/// values.
 pub(crate) type NodeIndex = u32;
 
-/// A value in a parsed pickle: a bool, number or None, or the index of the [`PickleNode`] that
-/// contains a larger value.
+/// A value in a parsed pickle: a None, bool, integer or float itself, or for other types the index
+/// of a [`PickleNode`] with the content.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum PickleValue {
     None,
@@ -101,8 +102,8 @@ impl PickleTree {
         })
     }
 
-    /// Fails if a value of the pickle contains itself, is nested deeper than [`PICKLE_DEPTH_MAX`]
-    /// levels, or contains more than [`EXPANDED_VALUES_MAX`] values.
+    /// Fails if a value of the pickle contains itself, or if the nesting depth or the number of
+    /// values, counted with repetitions, exceeds its limit.
     pub(super) fn check_structure(&self) -> Result<(), PickleError> {
         let PickleValue::Node(root) = self.root else { return Ok(()) };
         let mut extents = vec![NodeExtent::Unvisited; self.nodes.len()];
@@ -135,8 +136,8 @@ impl PickleTree {
         Ok(())
     }
 
-    /// Computes the nesting depth and the number of values of a list, dict or other composite value
-    /// from those of the values in it. Fails if the size exceeds [`EXPANDED_VALUES_MAX`].
+    /// Computes the nesting depth and the number of values of a composite value, such as a list, by
+    /// adding up the `extents` of its items. Fails if the size exceeds [`EXPANDED_VALUES_MAX`].
     fn compute_extent(&self, node: &PickleNode, extents: &[NodeExtent]) -> Result<NodeExtent, PickleError> {
         let text = match node {
             PickleNode::Str(range) => range.length / TEXT_BYTES_PER_VALUE,
@@ -160,8 +161,8 @@ impl PickleTree {
     }
 }
 
-/// The nesting depth and the number of values of a composite value, or how far
-/// [`PickleTree::check_structure`] has come with it.
+/// What [`PickleTree::check_structure`] knows about a composite value: not visited yet, being
+/// visited, or its nesting depth and number of values.
 #[derive(Clone, Copy)]
 enum NodeExtent {
     Unvisited,
@@ -177,8 +178,8 @@ enum NodeExtent {
 }
 
 impl PickleNode {
-    /// Returns child number `i` of the node, in a fixed order, or `None` if the node has fewer
-    /// children.
+    /// Returns item number `i` of a composite value, such as a list, where the keys and values of a
+    /// dict count as alternating items.
     fn child(&self, i: usize) -> Option<PickleValue> {
         match self {
             PickleNode::Str(_) | PickleNode::Bytes | PickleNode::BigInt | PickleNode::Global(_) => None,
@@ -199,7 +200,8 @@ pub(crate) struct PickleView<'t> {
 }
 
 impl<'t> PickleView<'t> {
-    /// Returns a view of `value`, which must be a value of the pickle to which this view belongs.
+    /// Returns a view of another value of the pickle, `value`, such as an item of the list that
+    /// this view shows.
     pub(super) fn with_value(self, value: PickleValue) -> PickleView<'t> {
         PickleView { value, ..self }
     }
@@ -324,7 +326,7 @@ impl<'t> PickleView<'t> {
         self.to_json_limited(&mut left)
     }
 
-    /// Converts a dict to a JSON object, without the entry whose key is the string in `skipped`.
+    /// Converts a Python dict to a JSON object, and leaves out the entry with the key `skipped`.
     /// Subtracts the number of converted values from `left`. Returns `None` for other types, and
     /// for a dict of `left` or more values.
     pub(crate) fn to_json_map(self, skipped: &str, left: &mut usize) -> Option<Map<String, Json>> {

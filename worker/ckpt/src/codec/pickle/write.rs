@@ -39,7 +39,7 @@ pub(crate) fn torch_storage_class(dtype: Dtype) -> Option<&'static str> {
     })
 }
 
-/// Writes a Python value to a pickle, and fails for a tensor whose elements are not in a tensor
+/// Writes a Python value to a pickle, and fails for tensors that are not references to a tensor
 /// storage of the torch file.
 fn write_object(out: &mut Vec<u8>, value: &PythonObject) -> Result<()> {
     match value {

@@ -18,11 +18,11 @@ pub(super) enum DcpItemKind {
     Other,
 }
 
-/// Keys of the outermost dict of a saved state dict under which training programs store the
-/// weights.
+/// Names under which training programs store the weights in the state dict that they save, such as
+/// `model` in `{"model": …, "optimizer": …}`.
 const MODEL_KEYS: [&str; 5] = ["model", "module", "state_dict", "model_state_dict", "model_state"];
-/// Beginnings of the keys of optimizer states, in checkpoints that record only flattened keys and
-/// not the nested ones.
+/// Prefixes of the keys by which optimizer states are recognized, in checkpoints whose metadata has
+/// only flattened keys such as `optimizer.state.NAME.exp_avg`.
 const OPTIMIZER_PREFIXES: [&str; 4] = ["optimizer.", "optim.", "optimizer_state_dict.", ""];
 
 /// Finds out from the keys of a torch distributed checkpoint's entries what each entry stores.
@@ -33,8 +33,9 @@ pub(super) struct ItemKeyParser {
 }
 
 impl ItemKeyParser {
-    /// Creates a parser for the keys of a torch distributed checkpoint with the entries `items`.
-    /// Derives from all keys whether the keys of weights begin with the name of a dict.
+    /// Creates a parser for the keys of one torch distributed checkpoint, and finds out from all
+    /// keys in `items` whether the keys of weights have a prefix. Derives from all keys whether the
+    /// keys of weights begin with the name of a dict.
     pub(super) fn new(items: &[ItemMetadata]) -> ItemKeyParser {
         let is_weight = |i: &&ItemMetadata| {
             i.path.is_none() && matches!(parse_kind_from_key(&i.key), DcpItemKind::Weight(_))
@@ -67,7 +68,8 @@ impl ItemKeyParser {
     }
 }
 
-/// Returns what an entry of a torch distributed checkpoint with the nested keys `path` stores.
+/// Determines what an entry of a torch distributed checkpoint stores from `path`, the nested dict
+/// keys such as `["optimizer", "state", NAME, "exp_avg"]`.
 fn parse_kind_from_path(path: &[String]) -> DcpItemKind {
     let at = |key: &str| path.iter().take(2).position(|p| p == key);
     if let Some(at) = at("state").filter(|at| path.len() == at + 3) {

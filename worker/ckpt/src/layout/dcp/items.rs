@@ -75,9 +75,9 @@ fn list_storage_locations(items: &[ItemMetadata]) -> impl Iterator<Item = &Stora
     })
 }
 
-/// Opens each data file of a torch distributed checkpoint once and reads every entry that it
-/// stores, except the data of tensors. Adds the files to the builder. `within(name)` must return
-/// the path of a file in the builder's directory.
+/// Reads all values of a torch distributed checkpoint, and the positions of its tensors, from its
+/// data files, each of which is opened once. Adds the files to the builder. `within(name)` must
+/// return the path of a file in the builder's directory.
 ///
 /// # Errors
 /// Fails if a file is missing (the error names all missing files) or damaged.
@@ -177,9 +177,9 @@ struct ItemCollector {
 }
 
 impl ItemCollector {
-    /// Adds the tensor or value of one entry of a torch distributed checkpoint to the collected
-    /// contents, and removes the value from the map `read`. `metadata` is the name of the
-    /// `.metadata` file, for errors.
+    /// Adds one entry of a torch distributed checkpoint, a tensor or another value, to the contents
+    /// that are collected for the opened checkpoint. `metadata` is the name of the `.metadata`
+    /// file, for errors.
     fn collect_item(
         &mut self,
         builder: &mut ExternalCheckpointBuilder,
@@ -216,8 +216,8 @@ impl ItemCollector {
         }
     }
 
-    /// Adds a tensor of a torch distributed checkpoint to the list of tensors, or records its only
-    /// element as a step or hyper-parameter of the optimizer.
+    /// Adds a tensor of a torch distributed checkpoint to the list of tensors, unless it is a
+    /// scalar that holds a step or hyper-parameter of the optimizer.
     fn collect_tensor(
         &mut self,
         builder: &mut ExternalCheckpointBuilder,
@@ -312,8 +312,9 @@ impl ItemCollector {
         Ok(parts)
     }
 
-    /// Returns the optimizer's parameter groups, with the hyper-parameters that were collected.
-    /// Groups of a single named parameter are merged if their hyper-parameters are equal.
+    /// Builds the optimizer's parameter groups from the hyper-parameters that were collected from
+    /// the entries of a torch distributed checkpoint. Groups of a single named parameter are merged
+    /// if their hyper-parameters are equal.
     fn into_param_groups(self) -> Vec<ParamGroupInfo> {
         let mut groups: Vec<ParamGroupInfo> = Vec::new();
         // the first group with these hyper-parameters, as JSON text

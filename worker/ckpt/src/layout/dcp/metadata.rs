@@ -132,8 +132,8 @@ fn read_attributes<'t>(value: PickleView<'t>, class: &'static str) -> Result<Pic
     }
 }
 
-/// A map from the key and the offsets of each value or tensor chunk in a torch distributed
-/// checkpoint to the byte range that stores it. The offsets of a value are `None`.
+/// A map that states which byte range of which file stores a value or a chunk of a tensor, by the
+/// entry's key and the chunk's offsets. The offsets of a value are `None`.
 type StorageLocations = HashMap<(String, Option<Vec<u64>>), StorageLocation>;
 
 /// Reads from `.metadata` where each value and each part of a tensor of a torch distributed
@@ -177,9 +177,9 @@ fn read_storage_locations(value: PickleView<'_>) -> Result<StorageLocations> {
     }
 }
 
-/// Reads a map from each entry's flattened key, such as `optimizer.state.0`, to the list of nested
-/// keys from which the key was joined. Returns `None` if nested keys are not recorded. Fails if
-/// nested keys do not match the flattened key.
+/// Reads from `.metadata` a map from each entry's flattened key, such as `optimizer.state.0`, to
+/// the nested dict keys that make up this key. Returns `None` if nested keys are not recorded.
+/// Fails if nested keys do not match the flattened key.
 fn read_key_paths(planner: Option<PickleView<'_>>) -> Result<Option<HashMap<String, Vec<String>>>> {
     let Some(pairs) = planner.and_then(PickleView::as_pairs) else { return Ok(None) };
     let mut paths = HashMap::new();
@@ -199,9 +199,9 @@ fn read_key_paths(planner: Option<PickleView<'_>>) -> Result<Option<HashMap<Stri
     Ok(Some(paths))
 }
 
-/// Reads from `.metadata` whether an entry is a tensor or another value, and removes the byte
-/// ranges of its data from `locations`. Fails if a location is missing, or a chunk is outside of
-/// its tensor.
+/// Reads from `.metadata` whether one entry is a tensor or another value, and takes the byte ranges
+/// of the entry's data from the map `locations`. Fails if a location is missing, or a chunk is
+/// outside of its tensor.
 fn read_item_content(
     key: &str,
     value: PickleView<'_>,

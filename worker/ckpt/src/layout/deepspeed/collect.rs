@@ -11,8 +11,9 @@ use crate::tensor::TensorRole;
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
-/// Collects the tensors of a DeepSpeed checkpoint (tag) from the files of all ranks. `stage` is the
-/// ZeRO stage. Collects nothing if the model file of rank 0 is missing.
+/// Collects the weights, buffers and optimizer states of one DeepSpeed checkpoint from the model
+/// and optimizer files of all ranks. `stage` is the ZeRO stage. Collects nothing if the model file
+/// of rank 0 is missing.
 pub(super) fn collect_tensors(tag: &mut TagContents, stage: u8) -> Result<()> {
     let TagContents { builder, model, optimizer } = tag;
     let Some((file, first)) = model.get(&0) else { return Ok(()) };
@@ -28,8 +29,8 @@ pub(super) fn collect_tensors(tag: &mut TagContents, stage: u8) -> Result<()> {
     Ok(())
 }
 
-/// Copies the step, the number of ranks and other facts about the run from the model file of rank 0
-/// to `facts`. `path` is the directory of the tag.
+/// Copies values that describe the run, such as the step and the number of ranks, from rank 0's
+/// DeepSpeed model file to `facts`. `path` is the directory of the tag.
 pub(super) fn add_model_file_facts(facts: &mut ExternalFacts, model: &ModelStates, stage: u8, path: &Path) {
     facts.writer = format!("DeepSpeed {}", model.version.as_deref().unwrap_or("of unknown version"));
     facts.tag = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -146,8 +147,8 @@ pub(super) fn collect_tied_weights(builder: &mut ExternalCheckpointBuilder, mode
     }
 }
 
-/// Adds the buffers, and those weights that the optimizer files do not contain, from the entry
-/// `module` of a DeepSpeed model file to the list of tensors.
+/// Adds the buffers in a DeepSpeed model file to the list of tensors, and those weights that the
+/// optimizer files do not contain.
 ///
 /// Records these weights as frozen in stages 1 to 3. Weights without values are recorded as lost,
 /// and aliases of collected weights as ties. `file` is the index of the model file in
@@ -202,8 +203,8 @@ pub(super) fn collect_module_tensors(
     }
 }
 
-/// Sorts the tensors of a DeepSpeed checkpoint in the order of the model's `state_dict` in the
-/// model file.
+/// Sorts the collected tensors of a DeepSpeed checkpoint in the order in which the model's
+/// `state_dict` in a model file lists their names.
 pub(super) fn sort_in_module_order(builder: &mut ExternalCheckpointBuilder, model: &ModelStates) {
     builder.sort_tensors(model.module.iter().map(|(name, _)| name.as_str()));
 }

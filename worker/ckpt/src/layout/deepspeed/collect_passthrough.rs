@@ -52,17 +52,18 @@ pub(super) fn collect_passthrough(tag: &TagContents) -> Result<PassthroughState>
     })
 }
 
-/// Returns the dtype of the first trained parameter in a DeepSpeed model file, with which the model
-/// computed. Without a trained parameter, returns the dtype of the module's first tensor.
+/// Returns the dtype in which the model computed during training, which is that of the first
+/// trained parameter in the DeepSpeed model file. Without a trained parameter, returns the dtype of
+/// the module's first tensor.
 fn find_compute_dtype(model: &ModelStates) -> Option<Dtype> {
     let trained = model.groups.iter().flatten().next().map(|(name, _)| name.as_str());
     let named = |name: &str| model.module.iter().find(|(n, _)| n == name).map(|(_, v)| v.dtype);
     trained.and_then(named).or_else(|| model.module.first().map(|(_, v)| v.dtype))
 }
 
-/// Collects the optimizer's parameter groups from the optimizer file of rank 0, with the names and
-/// steps of their parameters. Flat arrays into which DeepSpeed split one parameter group are merged
-/// again.
+/// Builds the optimizer's parameter groups from rank 0's DeepSpeed optimizer file, with the name
+/// and the update count of each parameter. Flat arrays into which DeepSpeed split one parameter
+/// group are merged again.
 fn collect_param_groups(tag: &TagContents, model: &ModelStates) -> Result<Vec<ParamGroup>> {
     let Some((file, states)) = tag.optimizer.get(&0) else { return Ok(Vec::new()) };
     let steps = read_group_steps(tag, *file, states)?;
@@ -89,8 +90,9 @@ fn collect_param_groups(tag: &TagContents, model: &ModelStates) -> Result<Vec<Pa
     Ok(groups)
 }
 
-/// Reads the optimizer step of each flat array (the concatenated parameters of a group) in one
-/// rank's DeepSpeed optimizer file. The step is `None` for a group without a step.
+/// Reads the number of optimizer updates of each flat array, in which DeepSpeed concatenates the
+/// parameters of a group, from one rank's optimizer file. The step is `None` for a group without a
+/// step.
 fn read_group_steps(tag: &TagContents, file: usize, states: &OptimizerStates) -> Result<Vec<Option<f64>>> {
     let read = |step| tag.builder.store.read_step(file, step);
     states.shards.iter().map(|shard| shard.step.as_ref().map(read).transpose()).collect()

@@ -13,9 +13,8 @@ pub(crate) struct EmbeddedOptimizer {
 }
 
 impl EmbeddedOptimizer {
-    /// Reads the optimizer states from `root`, the value in a DeepSpeed model file (ZeRO stage 0)
-    /// that contains the optimizer's `state_dict`. Returns `None` if `root` has no parameter
-    /// groups.
+    /// Reads the optimizer states and FP32 master weights from `root`, the optimizer's entry in a
+    /// DeepSpeed model file of ZeRO stage 0. Returns `None` if `root` has no parameter groups.
     pub(super) fn read(
         file: &TorchFile,
         root: PickleView<'_>,

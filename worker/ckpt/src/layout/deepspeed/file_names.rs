@@ -84,8 +84,9 @@ fn parse_number_after<'a>(text: &'a str, prefix: &str) -> Option<(u32, &'a str)>
     Some((rest[..end].parse().ok()?, &rest[end..]))
 }
 
-/// Parses the data-parallel and the model-parallel rank in a name that begins like
-/// `zero_pp_rank_3_mp_rank_00`, also after `bf16_` or `fp16_`. Returns `None` for other names.
+/// Returns the data-parallel rank and the model-parallel rank in a name such as
+/// `zero_pp_rank_3_mp_rank_00_optim_states`, and the rest of the name. Returns `None` for other
+/// names.
 fn parse_zero_ranks(name: &str) -> Option<(u32, u32, &str)> {
     let plain = name.strip_prefix("bf16_").or_else(|| name.strip_prefix("fp16_")).unwrap_or(name);
     let (rank, rest) = parse_number_after(plain, "zero_pp_rank_")?;
@@ -113,9 +114,10 @@ fn parse_file_kind(name: &str) -> DeepSpeedFileKind {
     }
 }
 
-/// Returns the data-parallel rank that is part of `root`, the name of the top directory within a
-/// torch file. The name that DeepSpeed gives it, such as `zero_pp_rank_3_mp_rank_00_optim_states`,
-/// contains the rank that wrote the file. Returns `None` if the name contains no rank.
+/// Returns the data-parallel rank in `root`, the name that DeepSpeed gave to the outermost
+/// directory in the zip container of a torch file. The name that DeepSpeed gives it, such as
+/// `zero_pp_rank_3_mp_rank_00_optim_states`, contains the rank that wrote the file. Returns `None`
+/// if the name contains no rank.
 pub(crate) fn parse_rank_in_zip_root(root: &str) -> Option<u32> {
     parse_zero_ranks(root).map(|(rank, _, _)| rank)
 }

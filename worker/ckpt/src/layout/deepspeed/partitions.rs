@@ -19,13 +19,14 @@ pub(super) struct FlatGroupShardOfRank<'a> {
 }
 
 impl FlatGroupShardOfRank<'_> {
-    /// Returns the number of elements of the flat array that the rank stores, including padding.
+    /// Returns the number of elements, including padding, of the part of the flat array that this
+    /// rank's optimizer file stores.
     fn len(&self) -> u64 {
         self.shard.fp32.element_count()
     }
 
-    /// Returns the rank's part of the flat array with the weights, or with the optimizer state
-    /// `role` of these weights.
+    /// Returns the tensor in this rank's optimizer file that holds its part of the flat weights, or
+    /// of the flat optimizer state `role`.
     fn state_view(&self, role: TensorRole) -> Option<&TensorView> {
         match role {
             TensorRole::Weight => Some(&self.shard.fp32),
@@ -93,8 +94,9 @@ pub(super) fn locate_flat_params(
     Ok(entries)
 }
 
-/// Determines in which ranks' optimizer files the elements `span` of a flat array of concatenated
-/// parameters are stored. Returns one part for each rank that has some of these elements.
+/// Finds the optimizer files, and the places in them, that store the elements `span` of a flat
+/// array that is divided among the ranks. Returns one part for each rank that has some of these
+/// elements.
 fn locate_flat_array_range(
     ranks: &[FlatGroupShardOfRank<'_>],
     role: TensorRole,
@@ -113,9 +115,8 @@ fn locate_flat_array_range(
     Ok(parts)
 }
 
-/// Fails if a rank's part of the optimizer state `role` does not have the dtype F32, or the length
-/// of the rank's weights with padding. A state may be longer than the weights by the recorded
-/// padding.
+/// Fails if a rank's part of the optimizer state `role` is not F32, or its length does not fit the
+/// rank's part of the weights. A state may be longer than the weights by the recorded padding.
 fn check_state_lengths(ranks: &[FlatGroupShardOfRank<'_>], role: TensorRole) -> Result<(), LayoutError> {
     for (r, rank) in ranks.iter().enumerate() {
         let Some(view) = rank.state_view(role) else { continue };

@@ -5,7 +5,8 @@ use std::cell::RefCell;
 
 /// Limit on the number of Python values that a conversion copies from one DeepSpeed file.
 const COPIED_VALUES_MAX: usize = 1 << 20;
-/// Keys of a DeepSpeed model file whose values a conversion generates instead of copying them.
+/// Keys of a DeepSpeed model file whose values must be computed for the converted checkpoint, and
+/// are therefore not copied from the source.
 const REGENERATED_MODEL_KEYS: [&str; 13] = [
     "module",
     "buffer_names",

@@ -42,8 +42,8 @@ pub(super) fn add_embedded_optimizer(
     Ok(())
 }
 
-/// Records the optimizer states and the step of the optimizer's parameter `id` as those of the
-/// weight named `name`.
+/// Adds the states and the update count that the optimizer keeps for its parameter `id` to the
+/// checkpoint, as those of the weight `name`.
 fn add_states_of_parameter(
     builder: &mut ExternalCheckpointBuilder,
     file: usize,
@@ -65,9 +65,9 @@ fn add_states_of_parameter(
     Ok(())
 }
 
-/// Replaces the 16-bit weights in the list `entries` of tensors by the FP32 master weights that the
-/// model file contains. `names` are the names of the weights of each group. Does nothing without
-/// master weights.
+/// Replaces each 16-bit weight in the tensor list `entries` by the FP32 master weight that the
+/// DeepSpeed model file contains for it. `names` are the names of the weights of each group. Does
+/// nothing without master weights.
 ///
 /// # Errors
 /// Fails if the masters do not match the weights in number, dtype or shape.

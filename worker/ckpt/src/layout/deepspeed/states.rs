@@ -69,8 +69,8 @@ pub(crate) struct ModelStates {
     pub(crate) passthrough: ModelPassthrough,
 }
 
-/// The weights, optimizer states and step that one rank's optimizer file stores for a part of a
-/// flat array of concatenated parameters.
+/// One rank's part of a flat array, in which DeepSpeed concatenates parameters: the FP32 weights,
+/// their optimizer states and their update count.
 pub(crate) struct FlatGroupShard {
     /// View of the rank's flat FP32 master weights.
     pub(crate) fp32: TensorView,
@@ -166,8 +166,8 @@ fn read_shape_dict(key: &'static str, value: PickleView<'_>) -> Result<Vec<(Stri
 }
 
 impl ModelStates {
-    /// Frees the parts of a model file that are needed only from rank 0, such as the list of
-    /// buffers and the scheduler. Called for the files of the other ranks.
+    /// Frees those contents of another rank's model file that are read only from the file of rank
+    /// 0, such as the list of buffers. Called for the files of the other ranks.
     pub(crate) fn drop_parts_needed_from_rank_0_only(&mut self) {
         (self.module, self.buffers, self.groups, self.frozen_shapes) = Default::default();
         (self.ties, self.scheduler, self.embedded_optimizer, self.passthrough) = Default::default();
@@ -241,8 +241,8 @@ impl ModelStates {
 }
 
 impl OptimizerStates {
-    /// Frees the parts of an optimizer file that are needed only from rank 0, such as the parameter
-    /// groups and the loss scaler. Called for the files of the other ranks.
+    /// Frees those contents of another rank's optimizer file that are read only from the file of
+    /// rank 0, such as the parameter groups. Called for the files of the other ranks.
     pub(crate) fn drop_parts_needed_from_rank_0_only(&mut self) {
         (self.groups, self.loss_scaler, self.passthrough) = Default::default();
         self.shards.iter_mut().for_each(|shard| shard.alignment = Vec::new());
@@ -324,8 +324,8 @@ pub(crate) fn read_loss_scaler(value: PickleView<'_>) -> Json {
     }
 }
 
-/// The values in a DeepSpeed optimizer file that are lists with one item per flat array of
-/// parameters.
+/// The entries of a DeepSpeed optimizer file that have one item per flat array of concatenated
+/// parameters: optimizer states and lengths of padding.
 struct PerFlatGroupFields<'t> {
     /// Maps the index of each flat group to the state that the torch optimizer keeps for it.
     states: HashMap<u64, PickleView<'t>>,
@@ -334,9 +334,9 @@ struct PerFlatGroupFields<'t> {
 }
 
 impl<'t> PerFlatGroupFields<'t> {
-    /// Finds the values of a DeepSpeed optimizer file that have one item per flat array. `root` is
-    /// the state of DeepSpeed's optimizer, and `base` the state of the torch optimizer that it
-    /// wraps.
+    /// Finds the entries of a DeepSpeed optimizer file that have one item per flat array: the
+    /// optimizer states and the lengths of padding. `root` is the state of DeepSpeed's optimizer,
+    /// and `base` the state of the torch optimizer that it wraps.
     fn new(root: PickleView<'t>, base: PickleView<'t>) -> PerFlatGroupFields<'t> {
         // an elastic checkpoint has a list of states without padding
         let states = match base.as_items() {
@@ -354,8 +354,8 @@ impl<'t> PerFlatGroupFields<'t> {
 }
 
 impl FlatGroupShard {
-    /// Reads what one rank's optimizer file stores for the flat array number `i` of concatenated
-    /// parameters, such as optimizer states and step.
+    /// Reads the optimizer states, the update count and the padding of flat array number `i` from
+    /// one rank's DeepSpeed optimizer file.
     fn read_shard(
         file: &TorchFile,
         fields: &PerFlatGroupFields<'_>,
@@ -387,9 +387,9 @@ impl FlatGroupShard {
         Ok(shard)
     }
 
-    /// Adds one entry of a parameter's state in torch's optimizer, such as `exp_avg` or `step`, to
-    /// this part of a flat array. The entry is a tensor of a known role, the step, or a tensor with
-    /// an unknown key. Ignores other values.
+    /// Stores an entry of the torch optimizer's state for a flat array, such as `exp_avg` or
+    /// `step`, in this description of one rank's part. The entry is a tensor of a known role, the
+    /// step, or a tensor with an unknown key. Ignores other values.
     fn add_state(&mut self, key: &str, tensor: Option<TensorView>, value: PickleView<'_>) {
         match (key, TensorRole::from_torch_key(key), tensor) {
             ("step", _, Some(view)) => self.step = Some(StepValue::Tensor(view)),

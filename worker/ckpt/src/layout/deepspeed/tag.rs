@@ -87,9 +87,10 @@ impl TagContents {
         }
     }
 
-    /// Returns the ZeRO stage of the checkpoint, after checking that no rank's file is missing and
-    /// that all optimizer files state an equal stage. Fails if a rank's file is missing, a file's
-    /// rank is not below the world size, or the files contradict each other in stage or world size.
+    /// Returns the ZeRO stage of the checkpoint, after checking that all ranks have their files and
+    /// that the optimizer files agree on stage and number of ranks. Fails if a rank's file is
+    /// missing, a file's rank is not below the world size, or the files contradict each other in
+    /// stage or world size.
     pub(super) fn check_rank_files(&self) -> Result<u8> {
         let Some((_, model)) = self.model.get(&0) else {
             return Err(self.builder.missing_part_error("the model file of rank 0"));
@@ -126,9 +127,9 @@ impl TagContents {
         Ok(stage)
     }
 
-    /// Returns the step that the optimizer files of all ranks contain, or `None` if these files
-    /// contain no step. Fails if the optimizer files, or the model files, of two ranks have
-    /// different steps.
+    /// Returns the number of optimizer updates that the optimizer files state, after checking that
+    /// the files of all ranks belong to one training step. Fails if the optimizer files, or the
+    /// model files, of two ranks have different steps.
     pub(super) fn check_equal_steps(&self) -> Result<Option<f64>> {
         let (mut updates, mut steps) = (Vec::new(), Vec::new());
         for (&rank, (file, states)) in &self.optimizer {
@@ -190,8 +191,8 @@ impl TagContents {
         Ok(steps)
     }
 
-    /// Reads the number of optimizer updates of one rank's part `shard` of a flat array from the
-    /// rank's optimizer file. Returns `None` if the group has no step.
+    /// Reads the number of optimizer updates that one rank's part of a flat array, `shard`, has
+    /// received, from the optimizer file number `file`. Returns `None` if the group has no step.
     ///
     /// # Errors
     /// Fails if the step is not a whole number.

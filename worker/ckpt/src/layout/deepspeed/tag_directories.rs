@@ -25,9 +25,9 @@ pub(crate) fn read_latest(directory: &Directory, file: &str) -> Result<String> {
     }
 }
 
-/// Returns the message that the directory lacks the DeepSpeed checkpoint named in the file
-/// `latest`, or `None` without such a file. Does not look for the checkpoint, so the caller must
-/// have found that the directory has no tags.
+/// Returns an error message that the DeepSpeed checkpoint named in the file `latest` is missing
+/// from the directory, or `None` if the file does not exist. Does not look for the checkpoint, so
+/// the caller must have found that the directory has no tags.
 pub(crate) fn missing_tag_message(directory: &Directory) -> Result<Option<String>> {
     if directory.file_size(LATEST_FILE)?.is_none() {
         return Ok(None);

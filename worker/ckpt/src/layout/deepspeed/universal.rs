@@ -170,8 +170,9 @@ fn list_parameter_dirs(directory: &Directory) -> Result<(Vec<ParameterDir>, BTre
     Ok((dirs, unknown))
 }
 
-/// Opens and reads the files of every weight in a universal checkpoint, and adds them to the
-/// checkpoint's list of files. Also returns the keys of unknown optimizer states.
+/// Reads the files of every weight in a universal checkpoint, without the elements of its FP32
+/// values and optimizer states, and adds the files to the opened checkpoint. Also returns the keys
+/// of unknown optimizer states.
 fn read_parameters(tag: &mut TagContents) -> Result<(Vec<ParameterFiles>, BTreeSet<String>)> {
     let (dirs, unknown) = list_parameter_dirs(&tag.builder.directory)?;
     let mut parameters = Vec::with_capacity(dirs.len());
@@ -209,9 +210,9 @@ fn open_torch_files(directory: &Directory, paths: &[&str]) -> Vec<Result<TorchFi
     parallel::map_indices(THREADS_MAX, paths.len(), || (), open)
 }
 
-/// Reads one open file of a weight in a universal checkpoint, and adds it to the checkpoint's list
-/// of files. Returns the file's index in `StoredFiles`, the view of its tensor, and true if the
-/// file records the shape.
+/// Reads which tensor one open file of a universal checkpoint stores, without its elements, and
+/// adds the file to the opened checkpoint. Returns the file's index in `StoredFiles`, the view of
+/// its tensor, and true if the file records the shape.
 ///
 /// # Errors
 /// Fails if the file has no tensor, or was written under a different name than `key`.
@@ -237,8 +238,9 @@ fn read_parameter_file(
     Ok((index, view, is_shaped))
 }
 
-/// Collects all tensors of a universal checkpoint, and the number of updates of each weight. Fails
-/// if a file of a trained weight is missing or contradicts the shape of the weight.
+/// Adds the weights and optimizer states from the files of a universal checkpoint to the list of
+/// tensors, and records each weight's update count. Fails if a file of a trained weight is missing
+/// or contradicts the shape of the weight.
 fn collect_tensors(
     tag: &mut TagContents,
     stage: u8,
@@ -300,8 +302,8 @@ fn collect_tensors(
     Ok(())
 }
 
-/// A map from the name of each trained weight to the index of its parameter group and its shape, as
-/// the model file records them.
+/// A map from the name of each trained weight in a universal checkpoint's model file to the index
+/// of its parameter group and to its shape.
 type KnownShapes<'m> = HashMap<&'m str, (u64, &'m Vec<u64>)>;
 
 /// Returns warnings about weights of a universal checkpoint whose number of updates differs from
@@ -366,9 +368,8 @@ impl ParameterFiles {
     }
 }
 
-/// Adds the weights named `untrained`, whose directories in the universal checkpoint have no
-/// optimizer states, to the checkpoint as frozen weights. Skips weights that are known from the
-/// model files.
+/// Adds those weights of a universal checkpoint that have no optimizer states to the list of
+/// tensors, and records them as frozen weights. Skips weights that are known from the model files.
 fn add_untrained_weights(
     builder: &mut ExternalCheckpointBuilder,
     model: &ModelStates,

@@ -51,9 +51,9 @@ pub(crate) fn read_companion_files(facts: &mut ExternalFacts, directory: &Direct
     Ok(())
 }
 
-/// Returns the content, as JSON, of the first of the torch files `names` that exists in the
-/// checkpoint directory and can be read. Skips files that do not exist. Skips files with classes
-/// that are not allowed, with a notice in `facts`. Returns null if no file is left.
+/// Returns the content, as JSON, of the first readable file among the torch files `names` in the
+/// checkpoint directory. Skips files that do not exist. Skips files with classes that are not
+/// allowed, with a notice in `facts`. Returns null if no file is left.
 fn read_first_readable_state(
     names: &[&str],
     facts: &mut ExternalFacts,
@@ -75,10 +75,10 @@ fn read_first_readable_state(
     Ok(Json::Null)
 }
 
-/// Reads the step in `trainer_state.json`, and uses it as the step of the checkpoint unless another
-/// file of the checkpoint has stated a step. Adds a warning if the step in the file differs from
-/// the existing step in `facts`, or from the step in the directory's name. Does nothing if the file
-/// does not exist.
+/// Reads the step from `trainer_state.json` and records it as the step of the checkpoint, unless
+/// another file has already determined the step. Adds a warning if the step in the file differs
+/// from the existing step in `facts`, or from the step in the directory's name. Does nothing if the
+/// file does not exist.
 fn read_trainer_state(facts: &mut ExternalFacts, directory: &Directory) -> Result<()> {
     let Some(step) = read_global_step(directory)? else { return Ok(()) };
     if let Some(other) = facts.state.step.filter(|&s| s != step) {
@@ -138,8 +138,8 @@ fn parse_rank_in_name(file: &str) -> Option<u32> {
     middle.split('.').next()?.parse::<u32>().ok()
 }
 
-/// Computes the smallest number of ranks with which a run could have written the RNG state files.
-/// Returns `None` for an empty list.
+/// Returns the smallest number of ranks that a run must have had to write RNG state files with the
+/// given names. Returns `None` for an empty list.
 fn compute_min_world_size(files: &[String]) -> Option<u32> {
     let ranks = files.iter().filter_map(|f| parse_rank_in_name(f)?.checked_add(1)).max();
     let has_unnumbered = files.iter().any(|f| f == "rng_state.pth");
@@ -148,8 +148,8 @@ fn compute_min_world_size(files: &[String]) -> Option<u32> {
     ranks.map(|r| if numbered { r.max(2) } else { r }).or(has_unnumbered.then_some(1))
 }
 
-/// Lists at most 16 ranks of a run with `world` ranks for which the list `found` contains no RNG
-/// state file. Returns only [`TrainingStatePart::RngStates`] if `found` is empty.
+/// Lists the ranks, at most 16, whose RNG state files are missing among the files `found` of a run
+/// with `world` ranks. Returns only [`TrainingStatePart::RngStates`] if `found` is empty.
 fn find_missing_rng_states(found: &[String], world: u32) -> Vec<TrainingStatePart> {
     let present: std::collections::BTreeSet<u32> =
         found.iter().filter_map(|f| parse_rank_in_name(f)).collect();

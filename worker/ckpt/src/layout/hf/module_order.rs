@@ -123,9 +123,9 @@ const FAMILY_MODULES: &[&[&str]] = &[
     ],
 ];
 
-/// Sorts parameter names in the order in which a model registers its parameters, once for each
-/// known model family with these names. Returns one list per distinct order, and no list if no
-/// family matches.
+/// Returns the parameter names `names` in the order in which the model registers its parameters,
+/// once for each model family to which the names may belong. Returns one list per distinct order,
+/// and no list if no family matches.
 pub(crate) fn sort_in_registration_orders<'a>(names: &[&'a str]) -> Vec<Vec<&'a str>> {
     let mut orders: Vec<Vec<&str>> = Vec::new();
     for positions in FAMILY_MODULES.iter().map(|family| ModulePositions::new(family)) {
@@ -154,7 +154,8 @@ struct ModulePositions {
 }
 
 impl ModulePositions {
-    /// Numbers the modules of a family in the order in which models register them.
+    /// Creates the map from a model family's modules to their positions in the order in which
+    /// models of this family register them.
     fn new(family: &'static [&'static str]) -> ModulePositions {
         let mut positions = ModulePositions { modules: HashMap::new(), stems: HashMap::new() };
         for (i, module) in (0u64..).zip(family) {

@@ -106,15 +106,17 @@ impl OptimizerStateDict {
         Ok(state)
     }
 
-    /// Returns the shape of each parameter's first optimizer state tensor, by parameter group.
+    /// Returns, for each parameter group, the shape of the first state tensor of every parameter,
+    /// which is normally the shape of the weight.
     pub(crate) fn state_shapes(&self) -> Vec<param_matching::StateShapes> {
         let shape = |id: &ParamId| Some(self.states.get(id)?.tensors.first()?.1.shape.clone());
         self.groups.iter().map(|(_, ids)| ids.iter().map(shape).collect()).collect()
     }
 
-    /// Returns the names of the weights to which the optimizer's parameters belong, by parameter
-    /// group. If the file has only numbers, [`param_matching::match_states_to_weights`] finds the
-    /// names in `weights`. `in_order` states whether `weights` are in the order of the model.
+    /// Returns, for each parameter group, the names of the weights to which the optimizer's
+    /// parameters belong, as the file records them or as shapes imply. If the file has only
+    /// numbers, [`param_matching::match_states_to_weights`] finds the names in `weights`.
+    /// `in_order` states whether `weights` are in the order of the model.
     ///
     /// # Errors
     ///
@@ -137,9 +139,9 @@ impl OptimizerStateDict {
         }
     }
 
-    /// Returns `names` if each name is that of a weight in `weights`, with the shape of the
-    /// weight's optimizer state. Fails if a name is not in `weights`, or if the weight's shape
-    /// differs from the shape of the state.
+    /// Checks that each weight name in the optimizer file occurs in `weights`, with the shape of
+    /// the weight's optimizer state, and returns the names. Fails if a name is not in `weights`, or
+    /// if the weight's shape differs from the shape of the state.
     fn check_recorded_names(
         &self,
         names: Vec<Vec<String>>,
@@ -198,9 +200,9 @@ pub(crate) fn add_optimizer_file(builder: &mut ExternalCheckpointBuilder, name: 
     }
 }
 
-/// Finds the names of the optimizer's parameters among `weights`, or among the weights of the
-/// equivalent model with one tensor for all experts of a layer. Also returns the fused experts,
-/// which are empty if the names are those of `weights`.
+/// Finds the weight of each optimizer parameter, in the list `weights` or in a variant of the list
+/// with one tensor for all experts of a layer. Also returns the fused experts, which are empty if
+/// the names are those of `weights`.
 fn match_listed_or_fused_names(
     optimizer: &OptimizerStateDict,
     weights: &[BorrowedWeightShape<'_>],
@@ -216,8 +218,8 @@ fn match_listed_or_fused_names(
     }
 }
 
-/// Assigns the optimizer's states to the weights that the job trains, if their shapes match, and
-/// adds the states to the list of the checkpoint's tensors. A notice reports the assignment, since
+/// Assigns optimizer states without weight names to those weights that the job trains, if the
+/// shapes match, and adds them to the checkpoint's tensors. A notice reports the assignment, since
 /// the file itself does not identify the weights. Skips the states otherwise, or if the trained
 /// weights are unknown. `error` states why the states do not match all weights.
 fn add_trained_states(
@@ -255,9 +257,9 @@ fn add_trained_states(
     Ok(())
 }
 
-/// Adds the optimizer states, steps and parameter groups in an optimizer file to the opened
-/// checkpoint, under the names `names` of the weights. `names` are the names of the parameters of
-/// each group.
+/// Adds the optimizer states, update counts and parameter groups of an optimizer file to the opened
+/// checkpoint, using the weight names in `names`. `names` are the names of the parameters of each
+/// group.
 fn add_states(
     builder: &mut ExternalCheckpointBuilder,
     name: &str,

@@ -9,12 +9,12 @@ use crate::catalog::BorrowedWeightShape;
 use crate::error::MatchError;
 use std::collections::HashMap;
 
-/// The shapes of the optimizer states of one parameter group, one item per parameter: `None` for a
-/// parameter without a state.
+/// The shape of the optimizer state of each parameter in one parameter group, or `None` for a
+/// parameter that has no state.
 pub(crate) type StateShapes = Vec<Option<Vec<u64>>>;
 
-/// A function that returns true for the weights that a training program puts in the first of its
-/// two parameter groups.
+/// A rule by which a training program divides weights into two parameter groups: a function that
+/// returns true for weights of the first group.
 type GroupRule = fn(&BorrowedWeightShape<'_>) -> bool;
 
 /// The rules by which training programs divide weights into parameter groups with and without
@@ -69,8 +69,8 @@ pub(crate) fn match_states_to_weights(
     }
 }
 
-/// Lists the possible ways in which a training program divided the weights `sequence` into the
-/// given number of parameter groups, `groups`. Fails for more than two groups.
+/// Lists the ways in which a training program may have divided the weights `sequence` into `groups`
+/// parameter groups, one way per known rule. Fails for more than two groups.
 fn list_groupings(
     groups: usize,
     sequence: Vec<BorrowedWeightShape<'_>>,
@@ -88,9 +88,9 @@ fn list_groupings(
     }
 }
 
-/// Returns the names of the weights to which the optimizer states belong, if the training program
-/// used the parameter groups `candidate`. Returns the names of the weights by group. If `in_order`
-/// is true, a state belongs to the weight at its position, which must have its shape. Otherwise it
+/// Assigns the optimizer states in `groups` to weights under the assumption that `candidate` lists
+/// the weights of each parameter group. Returns the names of the weights by group. If `in_order` is
+/// true, a state belongs to the weight at its position, which must have its shape. Otherwise it
 /// belongs to the only weight with its shape. Fails if the shapes do not match.
 fn match_candidate(
     groups: &[StateShapes],
@@ -110,9 +110,9 @@ fn match_candidate(
     Ok(names)
 }
 
-/// Returns the names of `weights` if each optimizer state in `states` has the shape of the weight
-/// at the same list position. Fails if a state has a different shape than its weight. `group` is
-/// the index of the group, for errors.
+/// Assigns the optimizer state at each position of the list `states` to the weight at this position
+/// of the list `weights`, and returns the names of these weights. Fails if a state has a different
+/// shape than its weight. `group` is the index of the group, for errors.
 fn match_by_position(
     group: usize,
     states: &StateShapes,

@@ -123,8 +123,8 @@ fn add_shards(builder: &mut ExternalCheckpointBuilder, index: &str) -> Result<()
     Ok(())
 }
 
-/// Fails if the weights file `file` does not contain every tensor in `expected`, the tensors that
-/// the index file lists for it. `stored` are the names of the tensors in the shard. Adds a notice
+/// Fails if the weights file `file` lacks one of the tensors `expected`, which according to the
+/// index file are stored in it. `stored` are the names of the tensors in the shard. Adds a notice
 /// about tensors that the index does not list. Does nothing without an index.
 fn check_indexed_tensors<'n>(
     builder: &mut ExternalCheckpointBuilder,
@@ -200,9 +200,9 @@ fn add_torch_weights(
     Ok(())
 }
 
-/// Adds the tensors `found`, read from the header of a weights file, to the list of the
-/// checkpoint's tensors. A tensor at the location of an earlier tensor is recorded as tied to the
-/// earlier tensor instead.
+/// Adds the tensors that the torch file with the index `file` contains to the checkpoint's tensors,
+/// and records a second name of the same data as a tied weight. A tensor at the location of an
+/// earlier tensor is recorded as tied to the earlier tensor instead.
 fn add_tensors(builder: &mut ExternalCheckpointBuilder, file: usize, found: &[(String, TensorView)]) {
     let mut seen: HashMap<_, &str> = HashMap::new();
     for (name, view) in found {
@@ -217,8 +217,8 @@ fn add_tensors(builder: &mut ExternalCheckpointBuilder, file: usize, found: &[(S
     }
 }
 
-/// Returns the role of a tensor in a file of weights: a weight if the dtype is a floating-point
-/// dtype, otherwise a buffer.
+/// Determines whether a tensor in a file of weights is a weight or a buffer: floating-point tensors
+/// are weights, and all others are buffers.
 fn choose_role(dtype: Dtype) -> TensorRole {
     match dtype {
         Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F8_E4M3 | Dtype::F8_E5M2 => {

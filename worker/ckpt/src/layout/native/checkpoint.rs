@@ -32,8 +32,8 @@ pub struct Checkpoint {
     buffers: DiskBufferPool,
 }
 
-/// The place from which this host reads the shards of a checkpoint: a directory, its memory, or
-/// nowhere.
+/// Where this host finds the shards of a checkpoint: in files of a directory, in its memory, or not
+/// at all.
 enum ShardStorage {
     /// No part of the checkpoint is on this host.
     Absent,
@@ -107,9 +107,9 @@ impl Checkpoint {
         Ok(Checkpoint::from_parts(path, ShardStorage::Directory(directory), local_files, manifest))
     }
 
-    /// Reads what the manifest of the checkpoint in the directory `path` records about the run that
-    /// saved the checkpoint, such as its step and its model. Verifies the hash and the consistency
-    /// of the manifest, and reads no other file.
+    /// Reads only the manifest of the checkpoint in the directory `path`, and returns its data
+    /// about the training run, such as step and model. Verifies the hash and the consistency of the
+    /// manifest, and reads no other file.
     pub fn read_run_facts(path: &Path) -> Result<RunFacts> {
         Ok(Manifest::load(&Directory::open(path)?)?.facts)
     }
@@ -144,8 +144,8 @@ impl Checkpoint {
         Checkpoint::from_parts(path, ShardStorage::Memory(shards), local_files, manifest)
     }
 
-    /// Creates a [`Checkpoint`] from a parsed manifest, the storage of the shards, and the list of
-    /// the shards that are on this host.
+    /// Creates a [`Checkpoint`] from its parsed manifest, the place of its shards, and one flag per
+    /// shard that states whether this host stores the shard.
     fn from_parts(
         path: &Path,
         storage: ShardStorage,
@@ -186,8 +186,8 @@ impl Checkpoint {
         self.manifest.files.iter().map(|f| f.blocks.len() as u64).collect()
     }
 
-    /// Fails with [`CkptError::ShardsOnOtherHosts`] if another host stores a shard for whose index
-    /// `needed` returns true.
+    /// Fails with [`CkptError::ShardsOnOtherHosts`] if this host lacks a needed shard, where
+    /// `needed` returns true for the index of each needed shard.
     fn require_local_shards(&self, needed: impl Fn(usize) -> bool) -> Result<()> {
         let absent = (0..self.local_files.len()).filter(|&i| !self.local_files[i] && needed(i));
         let shards: Vec<RemoteShard> = absent.map(|i| self.make_remote_shard(i)).collect();
@@ -197,8 +197,8 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the file name and the host of the shard with the index `file`, for the error that
-    /// another host stores it.
+    /// Returns the name of a shard's file and of the host that stores it, for an error message that
+    /// this host cannot read the shard.
     fn make_remote_shard(&self, file: usize) -> RemoteShard {
         let host = self.shard_host(file).map_or("unknown".to_owned(), StorageHost::to_string);
         RemoteShard { file: self.manifest.files[file].name.clone(), host }
@@ -268,9 +268,9 @@ impl Checkpoint {
         })
     }
 
-    /// Reads the requested tensor elements as F32, and obtains the blocks that other hosts store
-    /// through the callback `fetch`. Reads the local blocks first. Then calls `fetch` once with all
-    /// remote blocks, sorted by shard and index. This call happens even if there are no remote
+    /// Reads the requested tensor elements as F32, from shards on this host, and from shards on
+    /// other hosts by a call of `fetch`. Reads the local blocks first. Then calls `fetch` once with
+    /// all remote blocks, sorted by shard and index. This call happens even if there are no remote
     /// blocks or a local block could not be read. `fetch` must pass each block in this order to the
     /// sink, which verifies the block.
     ///
@@ -290,9 +290,9 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Copies the requested tensor elements to the buffers of `requests` in the dtype in which the
-    /// checkpoint stores them. Gets the blocks of shards on other hosts through `fetch`. BF16
-    /// elements fill only the second half of the bytes of their buffer.
+    /// Reads the requested tensor elements into the buffers of `requests`, in the dtype in which
+    /// the checkpoint stores the elements. Gets the blocks of shards on other hosts through
+    /// `fetch`. BF16 elements fill only the second half of the bytes of their buffer.
     fn read_stored_elements(
         &self,
         requests: &mut [F32ReadRequest<'_>],
@@ -323,8 +323,8 @@ impl Checkpoint {
         read.and(fetched)
     }
 
-    /// Reads the 1 MiB blocks `run` of a shard that this host stores, and passes them to `sink`
-    /// without verifying their hashes. These blocks are for a rank on another host, which verifies
+    /// Reads consecutive 1 MiB blocks of a shard on this host, without verifying their hashes, and
+    /// calls `sink` with each block. These blocks are for a rank on another host, which verifies
     /// them when it receives them.
     pub fn read_blocks(&self, run: &BlockRange, sink: &mut BlockSink<'_>) -> Result<()> {
         let file = self.manifest.files.get(run.file).filter(|f| run.blocks.end <= f.blocks.len() as u64);
@@ -337,8 +337,8 @@ impl Checkpoint {
         )
     }
 
-    /// Reads the 1 MiB blocks of local shards that `jobs` requests, and passes each block to `sink`
-    /// in the order of the requests.
+    /// Reads those 1 MiB blocks of shards on this host that `jobs` lists, and calls `sink` with
+    /// each block in the order of the list.
     fn read_requested_blocks(&self, jobs: &[BlockRequest], sink: &mut BlockSink<'_>) -> Result<()> {
         let open = |file: usize| {
             let name = &self.manifest.files[file].name;
@@ -360,8 +360,8 @@ impl Checkpoint {
         })
     }
 
-    /// Adds to `reads` the byte ranges of ranks' files that store the tensor elements of `request`.
-    /// Fails if the tensor or the range does not exist.
+    /// Translates a request for tensor elements into requests for byte ranges of the ranks' shards,
+    /// and appends them to `reads`. Fails if the tensor or the range does not exist.
     fn append_byte_reads<'a>(
         &self,
         request: &'a mut F32ReadRequest<'_>,
@@ -415,9 +415,9 @@ impl Checkpoint {
         Err(CkptError::from_damage(&self.path, damage))
     }
 
-    /// Converts the error `e` of reading the blocks in `job` to an error that names this checkpoint
-    /// and the damaged file. An I/O error becomes [`CkptError::Damaged`] with the names of the
-    /// tensors in these blocks.
+    /// Adds the path of this checkpoint, and for I/O errors the damaged file and the tensors in it,
+    /// to the error of a failed read of blocks. An I/O error becomes [`CkptError::Damaged`] with
+    /// the names of the tensors in these blocks.
     fn convert_read_error(&self, job: &BlockRequest, e: &CkptError) -> CkptError {
         let path = self.path().to_owned();
         match e {
@@ -531,8 +531,8 @@ impl TensorSource for Checkpoint {
     }
 }
 
-/// Converts the BF16 values that occupy the second half of the buffer `out` to F32 values that
-/// occupy the whole buffer.
+/// Converts BF16 values in the second half of the buffer `out` to F32 values, which fill the whole
+/// buffer, without a second buffer.
 fn widen_bf16_in_place(out: &mut [f32]) {
     let len = out.len();
     for i in 0..len {
@@ -543,8 +543,9 @@ fn widen_bf16_in_place(out: &mut [f32]) {
     }
 }
 
-/// Verifies blocks of ranks' files and copies their bytes to the buffers of the pending reads. The
-/// caller must sort the reads by shard and offset, and must pass the blocks in the same order.
+/// The consumer of blocks that were read from shards: it verifies the hash of each block, and
+/// copies the bytes to the buffers of waiting reads. The caller must sort the reads by shard and
+/// offset, and must pass the blocks in the same order.
 struct BlockScatter<'s, 'a> {
     checkpoint: &'s Checkpoint,
     reads: &'s mut [ByteReadRequest<'a>],
@@ -553,8 +554,8 @@ struct BlockScatter<'s, 'a> {
 }
 
 impl BlockScatter<'_, '_> {
-    /// Verifies the block with the index `block` of the shard with the index `file`, and copies its
-    /// bytes to all reads that need them.
+    /// Verifies the hash of the 1 MiB block number `block` of a shard, and copies its bytes to the
+    /// buffers of all reads that include them.
     fn scatter_block(&mut self, file: usize, block: u64, bytes: &[u8]) -> Result<()> {
         self.checkpoint.verify_block(file, block, bytes)?;
         let at = block * BLOCK_BYTES as u64;

@@ -67,8 +67,8 @@ pub(crate) struct Manifest {
     pub(crate) parity: Option<Vec<FileEntry>>,
 }
 
-/// The fields of a manifest of any version, by which an unsupported format or version is
-/// recognized.
+/// The two fields that manifests of all versions have, the name of the format and the version
+/// number, which are checked before all other fields.
 #[derive(Deserialize)]
 struct ManifestHeader {
     format: String,
@@ -177,8 +177,8 @@ impl Manifest {
         manifest
     }
 
-    /// Returns the oldest version number whose manifests can represent the contents of this
-    /// manifest.
+    /// Returns the oldest version of the manifest format that can represent this manifest, so that
+    /// older releases of launch can read it if possible.
     fn choose_oldest_version(&self) -> u32 {
         if self.tensors.iter().any(|t| t.dtype == Dtype::BF16) {
             BF16_VERSION
@@ -207,7 +207,8 @@ impl Manifest {
         self.hosts.get(self.files.get(file)?.host?)
     }
 
-    /// Serializes the manifest to JSON, including the hash of its text.
+    /// Returns the text of `manifest.json` for this manifest: compact JSON that contains the BLAKE3
+    /// hash of the text itself.
     ///
     /// # Errors
     /// Fails if the text is longer than [`MANIFEST_BYTES_MAX`].
@@ -251,8 +252,8 @@ impl Manifest {
         }
     }
 
-    /// Verifies the hash that the text of a manifest contains. Returns the hash, and the text with
-    /// zeros in place of the hash.
+    /// Checks that the text of a manifest matches the BLAKE3 hash that it contains. Returns the
+    /// hash, and the text with zeros in place of the hash.
     pub(crate) fn verify_and_unseal(
         mut text: Vec<u8>,
     ) -> std::result::Result<(String, Vec<u8>), ManifestError> {
@@ -484,8 +485,8 @@ impl Manifest {
     }
 }
 
-/// Consecutive elements of a tensor that one rank's shard contains, together with the manifest's
-/// entry of the tensor.
+/// A range of consecutive elements of a tensor in one rank's shard, with the manifest's entries of
+/// the range and of the whole tensor.
 #[derive(Clone, Copy)]
 pub(crate) struct ShardPiece<'m> {
     /// Index of the tensor in the manifest.

@@ -10,8 +10,8 @@ pub(crate) fn parity_file_name(rank: u32, world: u32) -> String {
     format!("parity-{rank:05}-of-{world:05}.bin")
 }
 
-/// Returns the range of parity blocks that the parity file of `rank` contains, and the size of this
-/// file in bytes. `sizes` are the sizes of all shards in bytes.
+/// Returns which 1 MiB blocks of the parity data, the XOR over all shards, rank `rank` stores in
+/// its parity file, and the file's size in bytes. `sizes` are the sizes of all shards in bytes.
 pub(crate) fn compute_parity_blocks_of_rank(sizes: &[u64], rank: u32) -> (Range<u64>, u64) {
     let block = BLOCK_BYTES as u64;
     let longest = sizes.iter().copied().max().unwrap_or(0);
@@ -23,9 +23,9 @@ pub(crate) fn compute_parity_blocks_of_rank(sizes: &[u64], rank: u32) -> (Range<
     (start..end, bytes)
 }
 
-/// Fails if the number, names or sizes of a checkpoint's parity files are not those that follow
-/// from the shard sizes `sizes`. `parity` has the name, the size in bytes and the number of blocks
-/// of each parity file, in the order of the ranks.
+/// Fails if the parity files in a manifest do not have the number, names and sizes that a
+/// checkpoint with the shard sizes `sizes` must have. `parity` has the name, the size in bytes and
+/// the number of blocks of each parity file, in the order of the ranks.
 pub(crate) fn check_parity_files<'a>(
     sizes: &[u64],
     parity: impl ExactSizeIterator<Item = (&'a str, u64, u64)>,

@@ -14,9 +14,9 @@ pub(crate) struct RemoteShards<'m> {
 }
 
 impl<'m> RemoteShards<'m> {
-    /// Prepares the search for shards on other hosts, by reading the id of this host from the
-    /// directory that contains the checkpoint `path`. Without an id, every shard for which the
-    /// manifest records a host counts as remote.
+    /// Reads the id of this host from the directory that contains the checkpoint `path`, with which
+    /// shards on other hosts are recognized in the manifest. Without an id, every shard for which
+    /// the manifest records a host counts as remote.
     pub(crate) fn new(path: &Path, manifest: &'m Manifest) -> Self {
         let local_id = match manifest.hosts.is_empty() {
             true => None,

@@ -10,10 +10,11 @@ use std::path::{Path, PathBuf};
 pub(crate) const LATEST_FILE: &str = "latest";
 /// Prefix of the name that the directory of a checkpoint has while it is being saved.
 pub(crate) const SAVING_PREFIX: &str = ".saving-";
-/// Prefix of the name that a checkpoint has while it is being removed.
+/// Prefix of the directory name that a checkpoint gets before its files are removed, so that no
+/// process takes it for a complete checkpoint.
 pub(crate) const DELETING_PREFIX: &str = ".deleting-";
-/// Prefix of an old checkpoint's directory name while a new checkpoint of an equal step is renamed
-/// to the final name.
+/// Prefix of the directory name that an old checkpoint gets while a new checkpoint of an equal step
+/// takes over its name.
 pub(crate) const REPLACED_PREFIX: &str = ".replaced-";
 /// Name of the temporary file that becomes the file `latest` when it is complete.
 pub(crate) const LATEST_TEMP_FILE: &str = ".latest-new";
@@ -52,8 +53,8 @@ fn has_manifest(path: &Path) -> bool {
     is_dir && path.join(MANIFEST_FILE).symlink_metadata().is_ok_and(|m| m.is_file())
 }
 
-/// Lists the steps in the names `step-…` of entries of the directory `root`, also of checkpoints
-/// that are being replaced, newest first. Does not check whether these entries contain a manifest.
+/// Lists the steps of all entries `step-…` and `.replaced-step-…` in the directory `root`, in
+/// descending order. Does not check whether these entries contain a manifest.
 pub(crate) fn list_steps(root: &Path) -> Result<Vec<u64>> {
     let mut steps = Vec::new();
     for entry in std::fs::read_dir(root).map_err(CkptError::io("list", root))? {

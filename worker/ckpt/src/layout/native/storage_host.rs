@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::Path;
 
-/// Name of the file in a checkpoint directory that contains the id of the host on which the
-/// directory is.
+/// Name of the file in a host-local checkpoint directory that contains the id of the host on whose
+/// disk the directory is.
 pub(crate) const HOST_ID_FILE: &str = ".host";
 /// Number of hexadecimal digits of the id that identifies a host.
 pub(crate) const HOST_ID_LEN: usize = 32;

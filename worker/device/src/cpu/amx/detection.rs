@@ -20,9 +20,9 @@ pub(crate) enum AmxSupport {
     Usable,
 }
 
-/// Checks whether this process can use AMX: the machine has AMX, the kernel permits its use, and
-/// its results are right. On the first call, asks the kernel for the permission, and compares
-/// results of the instructions with the rule.
+/// Checks whether this process can use AMX: AMX is present and permitted by the kernel (or emulated
+/// in a test), and gives right results. On the first call, asks the kernel for the permission, and
+/// compares results of the instructions with the rule.
 ///
 /// The AMX instructions are executed only if this machine has them, or if the library that emulates
 /// them for tests is loaded.
@@ -68,8 +68,8 @@ const ARCH_REQ_XCOMP_PERM: u64 = 0x1023;
 /// permission.
 const XFEATURE_TILE_DATA: u64 = 18;
 
-/// Asks the kernel for the permission to use tiles in all threads of this process. Returns whether
-/// the kernel granted it. A kernel before 5.16 does not.
+/// Asks the Linux kernel for permission to use the AMX tile registers in all threads of this
+/// process. Returns whether the kernel granted it. A kernel before 5.16 does not.
 fn request_permission() -> bool {
     if !cfg!(target_os = "linux") {
         return false;

@@ -1,5 +1,5 @@
-//! [`matmul_bf16`]: multiplies bf16 matrices with AMX in blocks and parallel tasks, whose operands
-//! are usually first copied in the order of their use.
+//! [`matmul_bf16`]: multiplies bf16 matrices with AMX in blocks and parallel tasks, after copying
+//! the operands into the order of their use if necessary.
 //!
 //! The depth is divided into slabs. For each slab, a part of the right operand is packed, in
 //! parallel, and then multiplied by all rows of the left operand. The left operand is read in place
@@ -24,8 +24,8 @@ use std::ops::Range;
 /// Maximum depth (number of terms of each sum) of an AMX matmul that rounds its results to 16 bits
 /// or adds a bias. All terms of such a matmul are packed at once.
 pub(crate) const MAX_ROUNDED_DEPTH: usize = 4096;
-/// Maximum number of terms of each sum for which the operands of an AMX matmul are packed (copied
-/// in the order of their use) at a time.
+/// Maximum length, along the summed dimension, for which the operands of an AMX matmul are packed
+/// (copied in the order of their use) at a time.
 const MAX_SLAB_DEPTH: usize = MAX_ROUNDED_DEPTH;
 /// Maximum number of bf16 elements of an operand that are packed (copied in the order of their use)
 /// at a time, 4 MiB in total. 32 rows (or columns) with more elements are packed, too.
@@ -41,11 +41,11 @@ const MAX_TASK_SIDE: usize = 256;
 /// Minimum number of rows and of columns of the part of a matmul's result that one parallel task
 /// computes.
 const MIN_TASK_SIDE: usize = 64;
-/// Row distance in bytes at whose multiples the rows of the left operand are copied before use,
-/// because such rows compete for the same L1 cache sets.
+/// The left operand's rows are copied before use if their distance in bytes is a multiple of this
+/// number, because they then compete for L1 cache sets.
 const CONFLICTING_STRIDE_BYTES: usize = 4096;
 
-/// Divides `len` into as few parts as possible of at most `max`, and returns their common length,
+/// Returns the length of the parts when `len` is divided into the fewest parts of at most `max`,
 /// rounded up to a multiple of `unit`.
 fn choose_part_len(len: usize, max: usize, unit: usize) -> usize {
     let parts = len.div_ceil(max.max(unit)).max(1);
@@ -108,8 +108,8 @@ pub(crate) unsafe fn matmul_bf16(
     }
 }
 
-/// Returns the size, in `f32` elements, of the scratch memory for packed (copied) bf16 elements,
-/// for the given rows and terms, with padding to 32 rows.
+/// Returns the number of `f32` elements of scratch memory for a packed bf16 copy of the range
+/// `depth` of the rows `rows`, padded to a multiple of 32 rows.
 fn packed_f32_len(rows: &Range<usize>, depth: &Range<usize>) -> usize {
     compute_packed_len(rows.len().next_multiple_of(BLOCK_COLUMNS), depth.len()) / 2
 }
@@ -122,8 +122,8 @@ fn can_be_read_in_place(a: Bf16Operand, m: usize, k: usize) -> bool {
         && !(a.row_stride * 2).is_multiple_of(CONFLICTING_STRIDE_BYTES)
 }
 
-/// The tiles of a matmul's left operand for a range of terms, either in a packed copy or in the
-/// memory of the operand.
+/// Tiles of a matmul's left operand for a range along the summed dimension, either in a packed copy
+/// or in the operand's memory.
 #[derive(Clone, Copy)]
 struct LeftOperand<'a> {
     /// The elements, beginning with the first tile.
@@ -139,8 +139,8 @@ struct LeftOperand<'a> {
 }
 
 impl<'a> LeftOperand<'a> {
-    /// Creates the description of a packed left operand with `depth` terms per row, whose first row
-    /// is row `first_row` of the matrix.
+    /// Creates the description of a packed left operand that starts at row `first_row` of the
+    /// matrix, with `depth` elements along the summed dimension per row.
     fn from_packed(data: &'a [u16], first_row: usize, depth: usize) -> Self {
         let tile_stride = TILE_ROWS * depth.next_multiple_of(TILE_DEPTH);
         let step_stride = TILE_BYTES / 2;
@@ -148,7 +148,7 @@ impl<'a> LeftOperand<'a> {
     }
 
     /// Creates the description of a left operand with `m` rows that is read without a packed copy,
-    /// beginning with term `first_term` of each row.
+    /// from element `first_term` of each row on.
     fn in_place(a: Bf16Operand<'a>, m: usize, first_term: usize) -> Self {
         LeftOperand {
             data: &a.data[first_term..],
@@ -160,16 +160,16 @@ impl<'a> LeftOperand<'a> {
         }
     }
 
-    /// Returns the first row of the block (16 or 32 rows) that is loaded to compute the rows from
-    /// `row` on. This is `row`, or a row above if the operand would end within the block. A packed
-    /// operand ends with zeros.
+    /// Returns the first row of the block of 16 or 32 rows that AMX loads to multiply row `row` and
+    /// the rows below. This is `row`, or a row above if the operand would end within the block. A
+    /// packed operand ends with zeros.
     fn find_block_start(&self, row: usize, height: BlockHeight) -> usize {
         self.in_place_rows.map_or(row, |m| row.min(m - height.rows()))
     }
 
-    /// Returns the address of the tile of the left operand that begins at row `row` and at term
-    /// `step` · [`TILE_DEPTH`]. Panics if `steps` steps of a block from there on would be out of
-    /// bounds.
+    /// Returns the address of the left operand's AMX tile that begins at row `row` and at element
+    /// `step` · [`TILE_DEPTH`] along the summed dimension. Panics if `steps` steps of a block from
+    /// there on would be out of bounds.
     fn get_checked_address(&self, row: usize, step: usize, height: BlockHeight, steps: usize) -> *const u16 {
         let row = row - self.first_row;
         let first_tile = match self.in_place_rows {
@@ -184,8 +184,8 @@ impl<'a> LeftOperand<'a> {
     }
 }
 
-/// A part of a matmul for which the right operand is packed (copied in the order of its use): a
-/// range of terms, and some rows and columns of the result.
+/// A part of a matmul for which the right operand is packed at a time: a range along the summed
+/// dimension, and some rows and columns of the result.
 struct Slab<'a> {
     c: ResultMatrix<'a>,
     left: LeftOperand<'a>,
@@ -198,8 +198,8 @@ struct Slab<'a> {
 }
 
 impl Slab<'_> {
-    /// Computes the rows `rows` and columns `columns` of the result, for this object's range of
-    /// terms, with parallel tasks.
+    /// Computes the rows `rows` and columns `columns` of the result with parallel tasks, for the
+    /// range along the summed dimension that this object covers.
     fn run(&self, cpu: &Cpu, rows: Range<usize>, columns: Range<usize>) {
         let tasks = if cpu.pool.thread_count() == 1 { 1 } else { cpu.pool.thread_count() * 3 };
         let (task_rows, task_columns) = choose_task_shape(rows.len(), columns.len(), tasks);
@@ -264,9 +264,9 @@ impl Slab<'_> {
         unsafe { self.write_completed(&blocks, completed) };
     }
 
-    /// Multiplies the terms `terms` of both operands for one block of the result (16 or 32 rows by
-    /// 32 columns), and stores the sums in `block`. The right operand's columns begin with the
-    /// panel `panel`.
+    /// Multiplies the range `terms` of the summed dimension of both operands for one block of the
+    /// result (16 or 32 rows by 32 columns), and stores the sums in `block`. The right operand's
+    /// columns begin with the panel `panel`.
     ///
     /// # Safety
     ///
@@ -300,8 +300,9 @@ impl Slab<'_> {
         unsafe { tiles.multiply(strip.height, &product) };
     }
 
-    /// Writes a computed block from scratch memory to the result, if `block` is not `None`. `block`
-    /// is the index of its first element in `blocks`, its rows (strip) and its columns.
+    /// Writes the computed block that `block` describes from scratch memory to the result, or does
+    /// nothing if `block` is `None`. `block` is the index of its first element in `blocks`, its
+    /// rows (strip) and its columns.
     ///
     /// # Safety
     ///

@@ -26,8 +26,8 @@ pub(crate) struct Bf16Operand<'a> {
 }
 
 impl<'a> Bf16Operand<'a> {
-    /// Returns both operands as bf16 operands if AMX can multiply them: if both are bf16, and
-    /// `instruction_set` is AMX.
+    /// Returns both operands of a matmul as bf16 operands if AMX can multiply them, which requires
+    /// bf16 elements and the instruction set AMX.
     pub(crate) fn select(
         instruction_set: InstructionSet,
         operands: [Operand<'a>; 2],
@@ -58,18 +58,18 @@ pub(super) enum Side {
 /// Number of elements in a tile of an operand.
 const TILE_LEN: usize = TILE_BYTES / 2;
 
-/// Number of groups of 16 rows or columns (panels) that are packed together to read whole cache
-/// lines when neighboring rows are adjacent in memory.
+/// Number of panels (groups of 16 rows or columns) that are packed together, so that whole cache
+/// lines of a transposed operand are read.
 const PANELS_PER_GROUP: usize = 8;
 
-/// Returns the number of elements, with padding to whole tiles, that `rows` rows (or columns) with
-/// `depth` terms each occupy in packed order.
+/// Returns the number of elements that `rows` rows (or columns) with `depth` elements each occupy
+/// in packed order, including padding to whole AMX tiles.
 pub(super) fn compute_packed_len(rows: usize, depth: usize) -> usize {
     rows.next_multiple_of(TILE_ROWS) * depth.next_multiple_of(TILE_DEPTH)
 }
 
-/// Copies the rows (or columns) `rows` of an operand, with the range `depth` of their terms, to
-/// `to` in the order of tiles, on all threads. `to` must have [`compute_packed_len`] elements and
+/// Copies the elements `depth` of the rows (or columns) `rows` of an operand to `to`, in the order
+/// in which AMX loads tiles, on all threads. `to` must have [`compute_packed_len`] elements and
 /// begin on a cache line.
 pub(super) fn pack(
     cpu: &Cpu,
@@ -140,7 +140,7 @@ unsafe fn pack_group(
     }
 }
 
-/// The elements of an operand that form one AMX tile: at most 16 rows (or columns) with 32 terms
+/// The elements of an operand that form one AMX tile: at most 16 rows (or columns) with 32 elements
 /// each.
 struct TileSource<'a> {
     operand: Bf16Operand<'a>,
@@ -149,8 +149,8 @@ struct TileSource<'a> {
 }
 
 impl TileSource<'_> {
-    /// Loads a tile whose rows are contiguous in memory, so that vector `i` of the result contains
-    /// the terms of row `i`.
+    /// Loads an AMX tile whose rows are contiguous in memory, so that vector `i` of the result
+    /// contains row `i`.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
     fn load_rows(&self) -> [__m512i; 16] {
@@ -165,8 +165,8 @@ impl TileSource<'_> {
         lines
     }
 
-    /// Loads a tile in which elements of neighboring rows are adjacent in memory (a transposed
-    /// operand), so that vector `p` contains the terms `2p` and `2p + 1` of each row.
+    /// Loads an AMX tile of a transposed operand, so that vector `p` of the result contains the
+    /// elements `2p` and `2p + 1` of each row.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
     fn load_pairs(&self) -> [__m512i; 16] {
@@ -180,8 +180,8 @@ impl TileSource<'_> {
         lines
     }
 
-    /// Loads the term `p` of each of the tile's rows, and extends each 16-bit number to 32 bits
-    /// with zeros.
+    /// Loads element `p` of each of the tile's rows, and extends each 16-bit number to 32 bits with
+    /// zeros.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
     fn load_term(&self, p: usize) -> __m512i {

@@ -18,22 +18,22 @@ pub(super) struct ResultMatrix<'a> {
     pub(super) bias: Option<&'a [f32]>,
 }
 
-/// Returns the index, within a block stored as 16 × 16 tiles, of row `row` in its left (`half` 0)
-/// or right (`half` 1) 16 columns.
+/// Returns the index, in a block stored as 16 × 16 tiles, of the first element of row `row` in the
+/// left (`half` 0) or right (`half` 1) tile.
 fn find_row_in_block(row: usize, half: usize) -> usize {
     (row / 16 * 2 + half) * 256 + row % 16 * 16
 }
 
 impl ResultMatrix<'_> {
-    /// Returns the range of element indices, in the memory of the result, of the columns `columns`
-    /// of row `row`.
+    /// Returns the range of indices, in the memory of the result matrix, of the elements in row
+    /// `row` and columns `columns`.
     fn element_range(&self, row: usize, columns: &Range<usize>) -> Range<usize> {
         let start = self.first + row * self.ldc;
         start + columns.start..start + columns.end
     }
 
-    /// Loads the existing elements of the result in `rows` and `columns` into `block` (tiles of
-    /// `f32`), from its row `block_row` on. Columns that the part lacks become 0.
+    /// Loads the elements in `rows` and `columns` of the result into the block `block` (tiles of
+    /// `f32`), starting at row `block_row` of the block. Columns that the part lacks become 0.
     ///
     /// # Safety
     ///
@@ -66,8 +66,8 @@ impl ResultMatrix<'_> {
         }
     }
 
-    /// Writes rows of `block` (tiles of `f32`), from its row `block_row` on, to the rows `rows` and
-    /// columns `columns` of the result. Adds the bias, and rounds each element once.
+    /// Writes rows of the block `block` (tiles of `f32`), starting at row `block_row` of the block,
+    /// to `rows` and `columns` of the result. Adds the bias, and rounds each element once.
     ///
     /// # Safety
     ///

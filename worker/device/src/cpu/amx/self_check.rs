@@ -9,7 +9,8 @@ use super::tiles::{BLOCK_COLUMNS, BlockHeight, BlockProduct, MAX_BLOCK_LEN, TILE
 const DEPTH: usize = 2 * TILE_DEPTH;
 const ROWS: usize = 32;
 
-/// Random operands with which AMX is checked, in the order of tiles, and the resulting block.
+/// A product of random matrices with which AMX is checked: the two operands in the order of tiles,
+/// and the block to which AMX adds their product.
 #[repr(C, align(64))]
 struct CheckedProduct {
     /// Left operand, row by row.

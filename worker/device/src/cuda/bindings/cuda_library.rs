@@ -1,13 +1,13 @@
-//! Declares the functions of a CUDA library that is opened at run time, with methods that turn
-//! status codes into errors ([`cuda_library!`]).
+//! The macro [`cuda_library!`], which declares the functions of a CUDA library for use after
+//! opening it at run time, and converts status codes to errors.
 use std::ffi::{CStr, c_char, c_int};
 
 /// A status code that a CUDA library returns; 0 is success.
 pub(in crate::cuda) type Status = c_int;
 
-/// Defines a struct with the functions of a CUDA library, which are looked up when the library is
-/// opened, and methods that turn status codes into errors. Each function that returns a status code
-/// also becomes a method that returns a `Result`.
+/// Defines a struct that contains the functions of a CUDA library opened at run time, with methods
+/// that convert the library's status codes to errors. Each function that returns a status code also
+/// becomes a method that returns a `Result`.
 ///
 /// The invoking module must define `describe_status`, which returns the library's own message for a
 /// status code that is an error.

@@ -57,8 +57,8 @@ type CaptureInfoV3Fn = unsafe extern "C" fn(
     *mut usize,
 ) -> Status;
 
-/// The newest version of the function `cuStreamGetCaptureInfo` that the installed driver has, by
-/// which the state of a graph capture is queried.
+/// The driver's function `cuStreamGetCaptureInfo`, which reports the state of a graph capture, in
+/// the newest version that the installed driver has.
 pub(in crate::cuda) enum CaptureInfoFn {
     V2(CaptureInfoV2Fn),
     V3(CaptureInfoV3Fn),

@@ -41,8 +41,8 @@ const MAX_HEAD_DIM: usize = 128;
 /// Every head dimension that cuDNN supports is a multiple of this number.
 const HEAD_DIM_MULTIPLE: usize = 8;
 
-/// The mask of attention, by which a query attends to all keys up to its position (causal) or only
-/// to the last few (window).
+/// The mask of attention: a query attends to all keys up to its position (causal), or only to the
+/// last few of these keys (window).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum AttentionMask {
     /// All keys up to the query's position.

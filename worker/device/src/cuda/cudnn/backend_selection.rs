@@ -65,8 +65,8 @@ enum PlanRejection {
     NotTimed,
 }
 
-/// Returns the key under which the execution plan of cuDNN that was selected for an attention pass
-/// is stored.
+/// Returns the key for storing cuDNN's execution plan for an attention pass: sizes, scale, mask and
+/// direction of the pass.
 fn compute_pass_key(pass: &AttentionPass) -> AttentionPassKey {
     let s = pass.shape;
     ([s.b, s.t, s.heads, s.kv_heads, s.head_dim], s.scale.to_bits(), pass.mask, pass.is_backward)
@@ -95,10 +95,11 @@ impl CudnnAttention {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
     }
 
-    /// Enqueues an attention pass with cuDNN and returns true. Returns false if the built-in
-    /// kernels must compute the pass. Selects a plan first if none was selected for the pass. The
-    /// selection may call `built_in`, which runs the pass on the built-in kernels, to time them.
-    /// Fails instead if the job requires cuDNN ([`AttentionBackend::Cudnn`]).
+    /// Enqueues an attention pass with cuDNN if cuDNN is selected for passes of this shape, and
+    /// returns true in that case. Returns false if the built-in kernels must compute the pass.
+    /// Selects a plan first if none was selected for the pass. The selection may call `built_in`,
+    /// which runs the pass on the built-in kernels, to time them. Fails instead if the job requires
+    /// cuDNN ([`AttentionBackend::Cudnn`]).
     pub(in super::super) fn try_enqueue(
         &self,
         (gpu, profile): (&Arc<Gpu>, &GpuProfiler),
@@ -119,9 +120,8 @@ impl CudnnAttention {
         Ok(true)
     }
 
-    /// Returns cuDNN's execution plan for an attention pass, which the first call with these sizes
-    /// selects by comparing results and speed with the built-in kernels. Returns `None` if the
-    /// built-in kernels compute the pass.
+    /// Returns the execution plan with which cuDNN computes an attention pass; the first call for a
+    /// shape chooses the plan. Returns `None` if the built-in kernels compute the pass.
     fn select_plan(
         &self,
         gpu: &Arc<Gpu>,
@@ -267,12 +267,13 @@ impl CudnnAttention {
         gpu.enqueue(|batch| batch.push_cudnn_plan(prepared), |stream| direct.issue(stream))
     }
 
-    /// Queues a notice for the user, which [`CudnnAttention::take_notice`] returns later.
+    /// Queues a message for the user about attention by cuDNN, which
+    /// [`CudnnAttention::take_notice`] returns later.
     fn push_notice(&self, notice: BackendNotice) {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).push_back(notice);
     }
 
-    /// Creates the error that cuDNN does not support attention with the sizes that the text
+    /// Creates the error which reports that cuDNN cannot compute the attention pass that the text
     /// `attention` describes.
     fn unsupported_error(&self, attention: String) -> CudaError {
         CudaError::AttentionUnsupported { version: self.cudnn.format_version(), attention }

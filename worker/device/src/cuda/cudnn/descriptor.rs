@@ -107,8 +107,8 @@ impl Descriptor {
         Ok(self)
     }
 
-    /// Reads an attribute of this finalized cuDNN object into `values`, and returns how many values
-    /// the attribute has, which may be more than were read.
+    /// Reads the values of an attribute of this cuDNN object into `values`, as many as fit, and
+    /// returns how many values the attribute has.
     fn query_attribute<T: AttributeValue>(
         &self,
         attribute: cudnnBackendAttributeName_t,

@@ -33,8 +33,8 @@ pub(super) struct ExecutionPlan {
     _source: Arc<PlanDescriptors>,
 }
 
-/// The descriptors (objects of cuDNN) from which execution plans were created, which must exist as
-/// long as the plans.
+/// The cuDNN objects (descriptors) from which execution plans were created; cuDNN requires that
+/// they exist as long as the plans.
 struct PlanDescriptors {
     _graph_descriptor: Descriptor,
     graph: OperationGraph,
@@ -161,8 +161,8 @@ impl PreparedPlan {
         })
     }
 
-    /// Returns numbers that identify the plan and the addresses of its tensors, for a hash by which
-    /// repeated sequences of GPU calls are found. The words of different plans may be equal, but
+    /// Returns numbers that identify the plan and the addresses of its tensors; their hash serves
+    /// to recognize repeated sequences of GPU calls. The words of different plans may be equal, but
     /// rarely are.
     pub(in super::super) fn list_words_to_hash(&self) -> impl Iterator<Item = u64> {
         let plan = Arc::as_ptr(&self.plan).addr() as u64;

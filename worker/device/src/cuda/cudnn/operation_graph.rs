@@ -94,8 +94,8 @@ impl OperationGraph {
         self.add_tensor(TensorLocation::Virtual, data_type, dims, compute_packed_strides(dims))
     }
 
-    /// Adds a scalar `f32` in host memory with the id `id` to the graph of cuDNN operations; cuDNN
-    /// reads its value whenever the graph runs.
+    /// Adds an `f32` scalar in host memory to the graph of cuDNN operations, under the id `id`;
+    /// cuDNN reads the scalar whenever the graph runs.
     pub(super) fn add_host_scalar(&mut self, id: i64) -> Result<GraphTensor> {
         self.add_tensor(TensorLocation::Host(id), CUDNN_DATA_FLOAT, [1; 4], [1; 4])
     }

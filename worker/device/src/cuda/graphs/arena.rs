@@ -77,9 +77,9 @@ impl ScratchArena {
         }
     }
 
-    /// Decides how to satisfy a request for `bytes` bytes that fits into no block: which blocks to
-    /// release, and how large the new block is. Removes blocks without allocated ranges from the
-    /// arena and returns them, with the size in bytes of a new block. The caller must release the
+    /// Decides which unused blocks to release, and how large a new block must be, when a request
+    /// for `bytes` bytes fits into no block. Removes blocks without allocated ranges from the arena
+    /// and returns them, with the size in bytes of a new block. The caller must release the
     /// returned blocks to the driver, and then allocate the new block and pass it to
     /// [`ScratchArena::add_block`]. In the long run a single large block remains.
     pub(in super::super) fn plan_growth(&mut self, bytes: usize) -> (Vec<PoolBlock>, usize) {
@@ -101,8 +101,8 @@ impl ScratchArena {
         self.blocks.push(ArenaBlock { block, ranges: Vec::new() });
     }
 
-    /// Removes the blocks of GPU memory in which nothing is allocated from this allocator, and
-    /// returns the blocks.
+    /// Removes from this allocator the blocks of GPU memory that contain no allocated range, and
+    /// returns these blocks.
     pub(in super::super) fn take_idle_blocks(&mut self) -> Vec<PoolBlock> {
         let (idle, used) = std::mem::take(&mut self.blocks).into_iter().partition(|b| b.ranges.is_empty());
         self.blocks = used;

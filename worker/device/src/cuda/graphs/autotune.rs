@@ -7,12 +7,13 @@ const WARM_UP_STEPS: usize = 5;
 /// Number of training steps that are timed in each of the two measurements (without and with CUDA
 /// graphs).
 const TIMED_STEPS: usize = 9;
-/// Number of training steps in each half of the measurement, of which the first half runs without
-/// CUDA graphs and the second half with them.
+/// Number of training steps (warm-up and timed) in each half of the comparison: the first half runs
+/// without CUDA graphs, the second with them.
 const STEPS_PER_PHASE: usize = WARM_UP_STEPS + TIMED_STEPS;
 
-/// Mean seconds per GPU call from which on CUDA graphs are not tried, because the GPU is then busy
-/// while the host issues the next call. Large models also need the memory that graphs would take.
+/// If GPU calls take at least this many seconds on average, CUDA graphs are not tried, because
+/// issuing the calls one by one keeps the GPU busy. Large models also need the memory that graphs
+/// would take.
 const LONG_CALL_SECONDS: f64 = 100e-6;
 
 /// Times training steps first without CUDA graphs and then with graphs, to decide whether graphs
@@ -24,8 +25,8 @@ pub(in super::super) struct GraphUseAutotuner {
     calls_before: u64,
 }
 
-/// What to do after a training step was timed to find out whether CUDA graphs make steps faster,
-/// such as turning graphs on.
+/// Decision after each timed training step in the comparison of steps with and without CUDA graphs,
+/// such as to turn graphs on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in super::super) enum GraphTuningDecision {
     /// Run the next step in the same way as this one.

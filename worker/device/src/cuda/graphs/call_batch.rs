@@ -91,8 +91,8 @@ impl CallBatch {
         self.calls.push(RecordedCall::Kernel { name, function, config, arguments });
     }
 
-    /// Appends a matmul to this list of recorded GPU calls without issuing it; its operands'
-    /// addresses and its algorithm are fixed.
+    /// Records a matmul, whose algorithm and operand addresses are already chosen, in this list of
+    /// GPU calls.
     pub(in super::super) fn push_matmul(&mut self, matmul: PreparedMatmul) {
         self.calls.push(RecordedCall::Matmul(matmul));
     }
@@ -184,9 +184,9 @@ impl CallBatch {
         &self.words[start(arguments.start)..start(arguments.end)]
     }
 
-    /// Calls `f` with the function, launch configuration and arguments of the recorded kernel
-    /// launch number `call`, as parameters of a CUDA graph node. Returns `None` if the call is not
-    /// a kernel.
+    /// Calls `f` with the parameters (function, launch configuration, arguments) of a recorded
+    /// kernel launch, in the form that CUDA graph nodes need. Returns `None` if the call is not a
+    /// kernel.
     pub(super) fn with_kernel_node_params<T>(
         &self,
         call: usize,

@@ -52,14 +52,14 @@ impl ExecutableGraph {
         unsafe { gpu.driver_graphs()?.cuGraphLaunch(self.executable, gpu.main_stream) }
     }
 
-    /// Returns whether the driver reported a graph node for each of the recorded calls with the
-    /// indices `calls`, without which these calls cannot be updated.
+    /// Returns true if the driver has reported a graph node for each recorded call whose index is
+    /// in `calls`, so that these calls can be updated.
     pub(super) fn has_nodes_of_calls(&self, calls: &[usize]) -> bool {
         calls.iter().all(|call| self.nodes.get(*call).is_some_and(|node| !node.is_null()))
     }
 
-    /// Replaces the kernel launches number `calls` in the CUDA graph by the launches with these
-    /// numbers in `batch`, for all later launches of the graph.
+    /// Replaces kernel launches in the CUDA graph by the launches with equal indices in `batch`,
+    /// for all later launches of the graph.
     pub(super) fn update_kernels(&self, gpu: &GpuContext, batch: &CallBatch, calls: &[usize]) -> Result<()> {
         let driver = gpu.driver_graphs()?;
         for call in calls {

@@ -68,8 +68,8 @@ pub(super) struct AlgorithmSearch {
 }
 
 impl AlgorithmSearch {
-    /// Creates an object that finds the fastest matmul algorithms of the GPU `gpu`, and stores them
-    /// in `directory`, if one is given.
+    /// Creates an object that finds the fastest matmul algorithms for the GPU `gpu` and caches
+    /// these choices as files in `directory`, if given.
     pub(super) fn new(directory: Option<PathBuf>, gpu: &GpuProperties, library_version: usize) -> Self {
         AlgorithmSearch {
             directory,
@@ -129,8 +129,8 @@ fn lock_directory(directory: &Path) -> Option<File> {
     Some(file)
 }
 
-/// Returns the one of `candidates`, cuBLASLt's current suggestions, that equals the algorithm
-/// stored in the cache file at `path`. Returns `None` if the file is invalid or names no candidate.
+/// Reads the algorithm that is stored in the cache file at `path`, and returns the element of
+/// `candidates` that equals it. Returns `None` if the file is invalid or names no candidate.
 fn read_stored_choice(path: &Path, candidates: &[AlgorithmCandidate]) -> Option<AlgorithmCandidate> {
     let algorithm = disk_cache::read_cache_file(path, ALGORITHM_MAGIC)?;
     candidates.iter().find(|one| one.as_bytes() == algorithm).copied()

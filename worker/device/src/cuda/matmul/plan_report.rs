@@ -16,7 +16,8 @@ pub struct MatmulPlanReport {
     pub workspace_bytes: usize,
 }
 
-/// Returns the names and values of the attributes of an algorithm that cuBLASLt reports.
+/// Queries cuBLASLt for the attributes of a matmul algorithm, such as tile and split-K, and returns
+/// their names and values.
 pub(super) fn query_algorithm_attributes(
     library: &CublasLtApi,
     algorithm: &cublasLtMatmulAlgo_t,

@@ -96,8 +96,8 @@ unsafe impl Send for MatrixLayouts {}
 unsafe impl Sync for MatrixLayouts {}
 
 impl MatrixLayouts {
-    /// Creates cuBLASLt's descriptions of the operands and the result of `matmul`, with the sizes
-    /// `[m, n, k]` in place of the sizes of `matmul`.
+    /// Creates cuBLASLt's descriptors of the operands and the result of `matmul`, as if the matmul
+    /// had the sizes `[m, n, k]`.
     pub(super) fn new(
         library: &Arc<CublasLtApi>,
         matmul: &Matmul,
@@ -168,8 +168,8 @@ impl PreparedMatmul {
         lt.issue_matmul(stream, matmul, descriptor, layouts.handles, algorithm)
     }
 
-    /// Returns numbers that identify the matmul by its sizes and addresses, for a hash by which
-    /// repeated sequences of GPU calls are found. The words of different matmuls may be equal, but
+    /// Returns numbers that identify the matmul by its sizes and addresses; their hash serves to
+    /// recognize repeated sequences of GPU calls. The words of different matmuls may be equal, but
     /// rarely are.
     pub(in super::super) fn list_words_to_hash(&self) -> [u64; 6] {
         let Matmul { m, n, a, b, c, .. } = self.matmul;

@@ -1,5 +1,5 @@
-//! A request for a matmul by cuBLASLt ([`Matmul`]), and the properties by which the algorithm
-//! chosen for the matmul is stored.
+//! A request for a matmul by cuBLASLt ([`Matmul`]), and the key (sizes, strides, types) under which
+//! the algorithm for such requests is stored.
 use super::super::bindings::{Address, cublas_lt_sys::cudaDataType};
 use super::super::launch_log::log_non_kernel_call;
 use super::descriptors::ScaleAndBiasPointers;
@@ -10,8 +10,8 @@ use std::ffi::c_int;
 /// Largest alignment in bytes of an operand's address that is taken into account when an algorithm
 /// is chosen for a matmul. A larger alignment makes no algorithm faster.
 const MAX_ALIGNMENT: u64 = 256;
-/// Largest alignment in bytes of an address that matters when an algorithm is chosen for a matmul
-/// whose size changes from call to call.
+/// Largest alignment in bytes of an operand's address that affects the choice of an algorithm for a
+/// matmul with a varying size.
 const MAX_VARYING_ALIGNMENT: u32 = 16;
 
 /// Address and layout of a matrix in GPU memory that a matmul reads or writes.
@@ -80,10 +80,10 @@ impl Matmul {
         [self.m, self.n, self.k]
     }
 
-    /// Returns the properties of this matmul (sizes, strides, types, alignments) by which its
-    /// algorithm is stored; a varying size is rounded up first. They contain the size bucket in
-    /// place of a varying size. The rows of an expert begin anywhere, so the alignments are then
-    /// limited to 16 bytes.
+    /// Returns the key under which the algorithm for this matmul is stored: sizes (a varying size
+    /// rounded up), strides, types and alignments. They contain the size bucket in place of a
+    /// varying size. The rows of an expert begin anywhere, so the alignments are then limited to 16
+    /// bytes.
     pub(super) fn plan_key(&self) -> Key {
         let key = self.exact_key();
         let [m, n, k, strides @ ..] = key.sizes;
@@ -97,8 +97,8 @@ impl Matmul {
         Key { sizes: [m, n, k, a, b, c], alignments, ..key }
     }
 
-    /// Returns the properties of this matmul by which an algorithm is chosen for it, with its exact
-    /// sizes.
+    /// Returns the sizes, strides, types and alignments of this matmul, without rounding a varying
+    /// size up.
     pub(super) fn exact_key(&self) -> Key {
         Key {
             sizes: [self.m, self.n, self.k, self.a.stride, self.b.stride, self.c.stride],
@@ -137,7 +137,8 @@ impl Matmul {
         format!("matmul {} × {} × {} ({a} · {b} → {c}{accumulate})", self.m, self.n, self.k)
     }
 
-    /// Returns CUDA's types of the elements of `a`, `b` and `c`.
+    /// Returns CUDA's numbers for the element types of the two operands `a` and `b` and of the
+    /// result `c`.
     pub(super) fn cuda_types(&self) -> [cudaDataType; 3] {
         let cuda_type = |dtype| match dtype {
             Dtype::F32 => cudaDataType::CUDA_R_32F,
@@ -171,8 +172,8 @@ impl OperandFormat {
     }
 }
 
-/// The sizes, strides, types and alignments of a matmul, which decide which algorithm is fastest
-/// and by which the chosen algorithm is stored.
+/// The sizes, strides, types and alignments of a matmul, under which the fastest algorithm for the
+/// matmul is stored.
 ///
 /// The `Debug` text of the key is hashed into the names of stored choices. Renaming the type or a
 /// field would discard all stored choices.
