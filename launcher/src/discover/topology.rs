@@ -9,8 +9,7 @@ const MAX_CPUS: usize = 16_384;
 
 /// Groups the CPUs that this process may use (`allowed`) by physical core and NUMA node, from the
 /// files in `/sys` below the directory `root`. A CPU whose files cannot be read becomes a core of
-/// NUMA node
-/// 0.
+/// NUMA node 0.
 pub(super) fn read_topology(root: &Path, allowed: &[u32]) -> CpuTopology {
     let nodes = read_numa_node_by_cpu(root);
     let mut cores: BTreeMap<(u32, u32), Vec<u32>> = BTreeMap::new();

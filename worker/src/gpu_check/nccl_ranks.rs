@@ -33,7 +33,6 @@ const RANK_TIMEOUT: Duration = Duration::from_secs(60);
 const STAGING_BYTES: usize = 1 << 20;
 /// The name of the message with the losses of rank 1, which the process of rank 1 sends to that of
 /// rank 0.
-/// 0.
 const RANK_ONE_CURVE_NAME: &str = "curve of rank 1";
 
 /// Trains with two ranks that share a GPU, each in a separate process.
