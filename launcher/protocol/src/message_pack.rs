@@ -1,8 +1,8 @@
 //! Decodes MessagePack. Processes of launch exchange values that `rmp_serde` has encoded.
 //!
-//! `rmp_serde` is not used for decoding, because the compiler would make a copy of its decoder, with
-//! several kilobytes of machine code, for each decoded type. Here, [`Decoder::read_token`] does the
-//! work once for all types, so that the executable is a megabyte smaller.
+//! `rmp_serde` is not used for decoding, because the compiler would make a copy of its decoder,
+//! with several kilobytes of machine code, for each decoded type. Here, [`Decoder::read_token`]
+//! does the work once for all types, so that the executable is a megabyte smaller.
 use rmp::Marker;
 use serde::de::{
     self, Deserialize, DeserializeSeed, EnumAccess, MapAccess, SeqAccess, VariantAccess, Visitor,
@@ -189,8 +189,8 @@ impl Elements<'_, '_> {
         has_next
     }
 
-    /// Returns the number of elements that may follow. Each of them has at least one byte, so that a
-    /// wrong length allocates no more memory than the message has bytes.
+    /// Returns the number of elements that may follow. Each of them has at least one byte, so that
+    /// a wrong length allocates no more memory than the message has bytes.
     fn bound_count(&self) -> usize {
         self.count.min(self.decoder.rest.len())
     }

@@ -77,8 +77,8 @@ impl LinkTimes {
         LinkTimes { slowest_peer, lead_us: slowest_us, slowest_us, fastest_us }
     }
 
-    /// Returns the sum of these network times and those of the same rank in later steps. The peer is
-    /// found by a majority vote (Boyer and Moore), in which each step votes with its time.
+    /// Returns the sum of these network times and those of the same rank in later steps. The peer
+    /// is found by a majority vote (Boyer and Moore), in which each step votes with its time.
     fn sum_with(&self, later: &LinkTimes) -> LinkTimes {
         let (slowest_peer, lead_us) = if later.slowest_peer == self.slowest_peer {
             (self.slowest_peer, self.lead_us.saturating_add(later.lead_us))
@@ -120,7 +120,8 @@ impl StepTimes {
 mod tests {
     use super::LinkTimes;
 
-    /// A peer that is slow in most steps is named, also if another one was slower in the first step.
+    /// A peer that is slow in most steps is named, also if another one was slower in the first
+    /// step.
     #[test]
     fn the_peer_that_is_slowest_for_most_of_the_time_is_named() {
         let sum = |steps: &[(u32, u64)]| {

@@ -33,10 +33,11 @@ section! {
     pub checks_hosts: bool = field_without_key();
 }
 
-/// The rule that warns that keys of `cluster.join` have no effect in jobs with `cluster.hosts:
-/// local` or `slurm`.
+/// The rule that warns that keys of `cluster.join` have no effect in jobs whose hosts are
+/// local, or come from Slurm, PBS or LSF.
 const JOIN_RULES: &[Rule] =
-    &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local", "slurm", "pbs", "lsf"])]).into_warning()];
+    &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local", "slurm", "pbs", "lsf"])])
+        .into_warning()];
 /// The longest time that a job may wait for other nodes to join, in milliseconds.
 const MAX_TIMEOUT_MS: u64 = 7 * 86_400_000;
 

@@ -153,7 +153,7 @@ fn wrong_lengths_are_reported() {
     assert_eq!(from_slice::<(u8, u8)>(&[0x93, 1, 2, 3]), Err(DecodeError::TooManyElements { count: 1 }));
 }
 
-/// Values of another type, bad strings and extension types are errors that say why.
+/// Values of another type, bad strings and extension types are distinct errors.
 #[test]
 fn wrong_types_are_reported() {
     assert_eq!(from_slice::<String>(&[0xa1, 0xff]), Err(DecodeError::InvalidUtf8));

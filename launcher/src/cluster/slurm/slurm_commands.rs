@@ -56,8 +56,8 @@ pub(super) fn query_job_end(job: u64) -> diagnostic::Result<BatchJobEnd> {
 }
 
 /// Asks Slurm how many GPUs the Slurm job `job`, in which this process runs, has on each of its
-/// nodes, and whether the job requested them. The numbers do not change, so calls after a successful
-/// one return its result. Blocks.
+/// nodes, and whether the job requested them. The numbers do not change, so calls after a
+/// successful one return its result. Blocks.
 pub(super) fn query_job_gpus(job: u64) -> diagnostic::Result<SlurmJobGpus> {
     static ANSWER: OnceLock<SlurmJobGpus> = OnceLock::new();
     if let Some(gpus) = ANSWER.get() {
