@@ -139,7 +139,7 @@ pub(crate) fn select_passed_variables(
     let is_selected =
         |(name, _): &(String, String)| globs.iter().any(|g| g.is_match(name)) && !is_set_elsewhere(name);
     let mut passed: Vec<_> = environment.filter_map(utf8).filter(is_selected).collect();
-    passed.sort();
+    passed.sort_unstable();
     let bytes: usize = passed.iter().map(|(name, value)| name.len() + value.len()).sum();
     if passed.len() > MAX_PASSED_VARIABLES || bytes > MAX_PASSED_BYTES {
         let message = format!(

@@ -86,7 +86,7 @@ fn list_usage_metrics(status: &RunMeasurements) -> Vec<(String, f64)> {
         let seconds = host.usage.interval_ms.max(1) as f64 / 1000.0;
         workers.extend(host.usage.workers.iter().map(|worker| (seconds, *worker)));
     }
-    workers.sort_by_key(|(_, worker)| worker.rank);
+    workers.sort_unstable_by_key(|(_, worker)| worker.rank);
     for (seconds, worker) in workers.into_iter().take(MAX_RANKS_WITH_METRICS) {
         let prefix = format!("system/rank-{}", worker.rank);
         let cpus = worker.cpu_us as f64 / 1e6 / seconds;

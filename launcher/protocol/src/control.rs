@@ -45,7 +45,7 @@ use std::{
 /// The version of the control messages between controller, agents and workers, which changes with
 /// every change of a message. All processes run the same executable, so a different version means
 /// that two builds are mixed.
-pub const PROTOCOL_VERSION: u32 = 17;
+pub const PROTOCOL_VERSION: u32 = 18;
 /// The largest size in bytes of one MessagePack message between a controller and an agent, without
 /// the header. Neither side sends or accepts a longer one.
 pub const MAX_FRAME_BYTES: u32 = 16 << 20;
@@ -467,6 +467,7 @@ pub struct WorkerInit {
     /// The absolute path of the directory at which relative paths of the job start.
     pub workdir: PathBuf,
     /// The job, with all defaults.
+    #[serde(with = "crate::json_text")]
     pub job: JobSpec,
     /// The batch job that started the run; `None` if no scheduler did.
     pub batch_job: Option<BatchJobRecord>,

@@ -11,6 +11,7 @@ mod gpu_fault;
 pub mod hang;
 pub mod hardware;
 pub mod host_name;
+mod json_text;
 pub mod message_pack;
 pub mod network_probe;
 pub mod preflight;

@@ -543,7 +543,7 @@ impl AgentDriver {
         let mut workers: Vec<SampledWorker> = workers
             .map(|(pid, rank)| SampledWorker { rank: *rank, pid: *pid, is_program: is_program(*rank) })
             .collect();
-        workers.sort_by_key(|worker| worker.rank);
+        workers.sort_unstable_by_key(|worker| worker.rank);
         self.usage.set_workers(plan.attempt, workers);
     }
 }

@@ -170,7 +170,7 @@ mod tests {
         let entries = fs::read_dir(directory).expect("a directory");
         let mut names: Vec<String> =
             entries.map(|entry| entry.expect("an entry").file_name().into_string().expect("text")).collect();
-        names.sort();
+        names.sort_unstable();
         names
     }
 
@@ -192,7 +192,7 @@ mod tests {
             let others = [".launch-copying".to_owned(), "notes.txt".to_owned()];
             let mut names: Vec<String> =
                 numbers.iter().map(|number| format!("{number:064x}")).chain(others).collect();
-            names.sort();
+            names.sort_unstable();
             names
         };
         // 2 is used, although it is the fourth; 3, 4 and 5 are unused and beyond the kept ones.

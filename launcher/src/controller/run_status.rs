@@ -167,7 +167,7 @@ impl StatusKeeper {
     fn find_slow_program_ranks(&mut self, interval_us: u64) -> Vec<Event> {
         let mut workers: Vec<WorkerUsage> =
             std::mem::take(&mut self.compared).into_values().flatten().collect();
-        workers.sort_by_key(|worker| worker.rank);
+        workers.sort_unstable_by_key(|worker| worker.rank);
         let times = |worker: &WorkerUsage| {
             let lost = worker.throttled_us.max(worker.run_delay_us).min(interval_us);
             RankTimes { step_us: interval_us, waiting_us: interval_us - lost, ..RankTimes::default() }

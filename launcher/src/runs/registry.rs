@@ -180,7 +180,7 @@ fn resolve_state_dir() -> Option<PathBuf> {
 /// the start time of the run.
 fn remove_old_records(directory: &Path) {
     let mut names = list_json_files(directory);
-    names.sort();
+    names.sort_unstable();
     let excess = names.len().saturating_sub(MAX_RECORDS - 1);
     for file in &names[..excess] {
         if read_record(file).is_none_or(|record| !record.controller.is_alive()) {
@@ -212,7 +212,7 @@ pub(crate) fn list_runs(base: &Path) -> Vec<Run> {
         records.entry(record.run.clone()).or_insert(record);
     }
     let mut runs: Vec<Run> = records.into_values().map(load_run).collect();
-    runs.sort_by(|a, b| (b.record.began_ms, &b.record.run).cmp(&(a.record.began_ms, &a.record.run)));
+    runs.sort_unstable_by(|a, b| (b.record.began_ms, &b.record.run).cmp(&(a.record.began_ms, &a.record.run)));
     runs
 }
 
@@ -436,7 +436,7 @@ mod tests {
         nix::unistd::mkfifo(&real.join(JOURNAL_FILE), nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
         let of_base = list_runs(dir.path()).into_iter().filter(|r| r.record.run_dir.starts_with(dir.path()));
         let mut names: Vec<String> = of_base.map(|r| r.record.run).collect();
-        names.sort();
+        names.sort_unstable();
         assert_eq!(names, expected);
         assert!(load_run_in_directory(&pipe).is_none());
     }

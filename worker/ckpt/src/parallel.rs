@@ -37,6 +37,6 @@ pub(crate) fn map_indices<S, T: Send>(
         }
         done
     });
-    done.sort_by_key(|(i, _)| *i);
+    done.sort_unstable_by_key(|(i, _)| *i);
     done.into_iter().map(|(_, result)| result).collect()
 }

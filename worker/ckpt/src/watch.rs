@@ -216,6 +216,6 @@ fn list_candidates(root: &Path) -> Result<Vec<PathBuf>> {
         }
     }
     found.retain(|(_, path)| path.symlink_metadata().is_ok_and(|m| m.is_dir()));
-    found.sort();
+    found.sort_unstable();
     Ok(found.into_iter().map(|(_, path)| path).collect())
 }

@@ -79,7 +79,7 @@ pub(crate) fn expand_patterns(patterns: &[String], workdir: &Path) -> Result<Vec
             return Err(DataError::NoMatch { pattern: pattern.clone(), directory: workdir.to_path_buf() });
         }
     }
-    found.sort_by(|a, b| a.path.as_os_str().as_bytes().cmp(b.path.as_os_str().as_bytes()));
+    found.sort_unstable_by(|a, b| a.path.as_os_str().as_bytes().cmp(b.path.as_os_str().as_bytes()));
     let mut seen = HashSet::new();
     let mut unique = Vec::with_capacity(found.len());
     for file in found {

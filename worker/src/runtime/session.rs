@@ -259,7 +259,8 @@ impl AgentSession {
                     .into());
             }
             other => {
-                let message = format!("the agent's first message has no instructions: {other:?}");
+                let problem = if other.is_some() { "has no instructions" } else { "is missing" };
+                let message = format!("the agent's first message {problem}");
                 return Err(Error::new(codes::training::AGENT_MESSAGE_INVALID, message));
             }
         };

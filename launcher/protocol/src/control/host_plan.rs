@@ -9,6 +9,7 @@ use std::path::PathBuf;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct HostPlan {
     /// The job, which the agent passes to its built-in workers.
+    #[serde(with = "crate::json_text")]
     pub job: JobSpec,
     /// The name of the run.
     pub run: String,

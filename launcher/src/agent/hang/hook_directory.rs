@@ -419,7 +419,7 @@ fn list_rank_processes(directory: &Path, rank: Rank) -> Vec<HookProcess> {
         Some(HookProcess { pid, base: directory.join(format!("{prefix}{pid}.x")) })
     };
     let mut processes: Vec<HookProcess> = entries.filter_map(parse).collect();
-    processes.sort_by_key(|process| process.pid);
+    processes.sort_unstable_by_key(|process| process.pid);
     processes
 }
 

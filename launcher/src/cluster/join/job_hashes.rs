@@ -44,7 +44,7 @@ pub(super) fn find_differing_job_keys(first: &[JobSettingHash], second: &[JobSet
     let (first, second) = (by_path(first), by_path(second));
     let paths = first.keys().chain(second.keys()).filter(|path| first.get(*path) != second.get(*path));
     let mut different: Vec<String> = paths.cloned().collect();
-    different.sort();
+    different.sort_unstable();
     different.dedup();
     different
 }

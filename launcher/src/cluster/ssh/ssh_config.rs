@@ -352,7 +352,7 @@ fn list_matching_files(pattern: &Path) -> Vec<PathBuf> {
     let matches =
         |path: &PathBuf| path.file_name().and_then(|n| n.to_str()).is_some_and(|n| matches_wildcard(name, n));
     let mut files: Vec<PathBuf> = entries.map(|e| e.path()).filter(matches).collect();
-    files.sort();
+    files.sort_unstable();
     files
 }
 

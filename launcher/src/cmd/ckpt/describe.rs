@@ -242,7 +242,7 @@ fn format_role_lines(tensors: &[TensorInfo]) -> Vec<(&'static str, String)> {
         if !of_role.is_empty() {
             let elements = sum_sizes(of_role.iter().map(|t| t.element_count()));
             let mut dtypes: Vec<String> = of_role.iter().map(|t| t.dtype.to_string()).collect();
-            dtypes.sort();
+            dtypes.sort_unstable();
             dtypes.dedup();
             let (tensors, elements) =
                 (format_count(of_role.len(), "tensor"), format_count(elements, "element"));

@@ -127,7 +127,7 @@ mod tests {
         }
         let names = std::fs::read_dir(&logs).expect("entries").flatten();
         let mut names: Vec<String> = names.map(|e| e.file_name().to_string_lossy().into_owned()).collect();
-        names.sort();
+        names.sort_unstable();
         assert_eq!(names, ["rank-2.log", "streamed-rank-1.log"]);
         let read = || std::fs::read_to_string(logs.join("streamed-rank-1.log")).expect("text");
         assert_eq!(read(), "line of 1\nline of 1\n");

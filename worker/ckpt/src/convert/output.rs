@@ -242,6 +242,6 @@ pub(crate) fn compute_source_fingerprint(path: &Path) -> Result<String> {
     };
     let mut lines: Vec<String> =
         disk::list_file_states(path, SOURCE_DEPTH_MAX)?.into_iter().map(line).collect();
-    lines.sort();
+    lines.sort_unstable();
     Ok(Hash::digest(lines.join("\n").as_bytes()).to_hex())
 }

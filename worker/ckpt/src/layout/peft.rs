@@ -212,7 +212,7 @@ fn parse_target_modules(v: Option<&Value>) -> std::result::Result<Vec<String>, A
     let mut names =
         names.iter().map(text).collect::<std::result::Result<Vec<String>, AdapterConfigError>>()?;
     // PEFT writes a set in arbitrary order
-    names.sort();
+    names.sort_unstable();
     Ok(names)
 }
 

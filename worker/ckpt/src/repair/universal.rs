@@ -36,7 +36,7 @@ pub(super) fn repair_universal(repair_dir: &mut RepairDir, directory: &str) -> R
             tags.push((step, name));
         }
     }
-    tags.sort();
+    tags.sort_unstable();
     let previous = deepspeed::read_latest(&opened, LATEST_UNIVERSAL_FILE).ok();
     for (_, tag) in tags.iter().rev() {
         if !repair_universal_tag(repair_dir, &join_subpath(directory, tag))? {

@@ -209,7 +209,7 @@ pub fn find_newest_complete(dir: &Path) -> Result<(Option<PathBuf>, Vec<String>)
     };
     let mut names: Vec<(u64, String)> =
         Directory::open(dir)?.list_names()?.into_iter().filter_map(|n| Some((number(&n)?, n))).collect();
-    names.sort_by(|a, b| b.cmp(a));
+    names.sort_unstable_by(|a, b| b.cmp(a));
     for (step, name) in names {
         let path = dir.join(name);
         match check_trainer_checkpoint_complete(&path, step) {

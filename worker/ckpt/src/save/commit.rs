@@ -179,7 +179,7 @@ pub(crate) fn assemble_manifest(
     mut reports: Vec<ShardReport>,
     parity: Option<Vec<ParityFileReport>>,
 ) -> Result<Manifest> {
-    reports.sort_by_key(|r| r.rank);
+    reports.sort_unstable_by_key(|r| r.rank);
     let ranks: Vec<u32> = reports.iter().map(|r| r.rank).collect();
     if !ranks.iter().copied().eq(0..facts.world) {
         return Err(CkptError::invalid_save(SaveProblem::RankReports { ranks, world: facts.world }));
@@ -230,7 +230,7 @@ pub(crate) fn assemble_manifest(
         return Err(CkptError::invalid_save(SaveProblem::UnknownTensor { tensor: format!("{role}/{name}") }));
     }
     let parity = parity.map(|mut stripes| {
-        stripes.sort_by_key(|p| p.rank);
+        stripes.sort_unstable_by_key(|p| p.rank);
         let entry =
             |p: ParityFileReport| FileEntry { name: p.file, bytes: p.bytes, blocks: p.blocks, host: None };
         stripes.into_iter().map(entry).collect()

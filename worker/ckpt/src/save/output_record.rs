@@ -193,7 +193,7 @@ impl OutputRecordKind {
     /// # Errors
     /// Fails if `dir` has a file of this name, or I/O fails.
     pub(crate) fn write_record(&self, dir: &Path, mut record: OutputRecord) -> Result<()> {
-        record.files.sort_by(|a, b| a.name.cmp(&b.name));
+        record.files.sort_unstable_by(|a, b| a.name.cmp(&b.name));
         (record.version, record.blake3) = (RECORD_VERSION, JsonSeal::empty_hash());
         let mut text = serde_json::to_vec_pretty(&record).map_err(CkptError::invalid_save)?;
         text.push(b'\n');

@@ -54,7 +54,7 @@ pub fn write_parity(
     shards: &[ShardReport],
 ) -> Result<ParityFileReport> {
     let mut sorted: Vec<&ShardReport> = shards.iter().collect();
-    sorted.sort_by_key(|s| s.rank);
+    sorted.sort_unstable_by_key(|s| s.rank);
     if rank >= world || !sorted.iter().map(|s| s.rank).eq(0..world) {
         return Err(CkptError::invalid_save(SaveProblem::RankReports {
             ranks: sorted.iter().map(|s| s.rank).collect(),

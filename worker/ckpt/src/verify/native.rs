@@ -216,7 +216,7 @@ fn verify_blocks(
         }
         Ok(())
     })?;
-    invalid.sort_by_key(|(block, _)| *block);
+    invalid.sort_unstable_by_key(|(block, _)| *block);
     let first_block_is_valid = readable > 0 && invalid.first().is_none_or(|(block, _)| *block > 0);
     let problem = |(block, reason)| {
         let (file, tensors) = (entry.name.clone(), tensors_in_block(block));

@@ -167,7 +167,7 @@ fn list_sorted_entries(directory: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
     let mut paths: Vec<PathBuf> =
         entries.take(MAX_DIRECTORY_ENTRIES).flatten().map(|entry| entry.path()).collect();
-    paths.sort();
+    paths.sort_unstable();
     paths
 }
 

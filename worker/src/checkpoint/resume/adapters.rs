@@ -36,7 +36,7 @@ pub fn open_matching_adapters(
         }
     }
     mismatches.extra = stored.into_keys().map(str::to_owned).collect();
-    mismatches.extra.sort();
+    mismatches.extra.sort_unstable();
     let parts = mismatches.describe();
     if parts.is_empty() {
         return Ok(source);

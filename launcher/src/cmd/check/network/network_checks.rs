@@ -74,7 +74,7 @@ fn format_rate(bytes_per_second: f64) -> String {
 
 /// Returns the median of `values`, or `None` if there are no values.
 fn find_median(mut values: Vec<f64>) -> Option<f64> {
-    values.sort_by(f64::total_cmp);
+    values.sort_unstable_by(f64::total_cmp);
     values.get(values.len() / 2).copied()
 }
 

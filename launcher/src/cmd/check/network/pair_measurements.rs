@@ -123,7 +123,7 @@ impl PairMeasurements {
             }
         }
         let mut values: Vec<f64> = best.into_values().collect();
-        values.sort_by(f64::total_cmp);
+        values.sort_unstable_by(f64::total_cmp);
         let middle = match property {
             ConnectionProperty::RoundTrip => values.len().saturating_sub(1) / 2,
             ConnectionProperty::Reachability | ConnectionProperty::Rate => values.len() / 2,

@@ -173,7 +173,7 @@ mod tests {
             listed_weights.reverse();
             let found = fuse_experts(&listed_weights).expect("a mixture");
             let mut weights = found.weights.clone();
-            weights.sort();
+            weights.sort_unstable();
             let shape = |name: &str, shape: &[u64]| (name.to_owned(), shape.to_vec());
             assert_eq!(
                 weights,

@@ -167,7 +167,7 @@ pub(crate) fn list_file_states(path: &Path, depth: u32) -> Result<Vec<FileState>
             }
         }
     }
-    files.sort();
+    files.sort_unstable();
     Ok(files)
 }
 
@@ -393,7 +393,7 @@ impl Directory {
             }
             names.push(entry.file_name().to_string_lossy().into_owned());
         }
-        names.sort();
+        names.sort_unstable();
         Ok(names)
     }
 
@@ -411,7 +411,7 @@ impl Directory {
                 found.push((number, name));
             }
         }
-        found.sort();
+        found.sort_unstable();
         Ok(found.into_iter().map(|(_, name)| name).collect())
     }
 }

@@ -87,7 +87,7 @@ fn read_all_items(
     within: impl Fn(&str) -> String,
 ) -> Result<HashMap<StorageLocation, DecodedItem>> {
     let mut sorted: Vec<&StorageLocation> = list_storage_locations(items).collect();
-    sorted.sort();
+    sorted.sort_unstable();
     let (mut read, mut absent, mut values_left) = (HashMap::new(), Vec::new(), HYPER_PARAMETER_VALUES_MAX);
     for in_file in sorted.chunk_by(|a, b| a.file == b.file) {
         let name = within(&in_file[0].file);

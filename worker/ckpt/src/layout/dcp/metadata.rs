@@ -167,7 +167,7 @@ fn read_storage_locations(value: PickleView<'_>) -> Result<StorageLocations> {
             return Err(DcpError::DuplicateLocation(key));
         }
     }
-    taken.sort();
+    taken.sort_unstable();
     let overlap = |w: &&[StorageLocation]| {
         w[0].file == w[1].file && w[0].offset.saturating_add(w[0].length) > w[1].offset
     };

@@ -132,7 +132,7 @@ pub(crate) fn sort_in_registration_orders<'a>(names: &[&'a str]) -> Vec<Vec<&'a 
         let keyed: Option<Vec<(RegistrationKey, &str)>> =
             names.iter().map(|n| Some((positions.compute_sort_key(n)?, *n))).collect();
         let Some(mut keyed) = keyed else { continue };
-        keyed.sort();
+        keyed.sort_unstable();
         let order = keyed.into_iter().map(|(_, name)| name).collect();
         if !orders.contains(&order) {
             orders.push(order);

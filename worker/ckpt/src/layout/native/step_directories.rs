@@ -62,7 +62,7 @@ pub(crate) fn list_steps(root: &Path) -> Result<Vec<u64>> {
         let name = name.to_string_lossy();
         steps.extend(parse_step_dir_name(name.strip_prefix(REPLACED_PREFIX).unwrap_or(&name)));
     }
-    steps.sort_by(|a, b| b.cmp(a));
+    steps.sort_unstable_by(|a, b| b.cmp(a));
     steps.dedup();
     Ok(steps)
 }

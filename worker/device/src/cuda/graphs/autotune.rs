@@ -74,7 +74,7 @@ impl GraphUseAutotuner {
 /// jobs prolong single steps, which would distort the mean.
 fn compute_median(seconds: &[f64]) -> f64 {
     let mut sorted = seconds.to_vec();
-    sorted.sort_by(f64::total_cmp);
+    sorted.sort_unstable_by(f64::total_cmp);
     sorted[sorted.len() / 2]
 }
 
