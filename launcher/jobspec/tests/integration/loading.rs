@@ -417,17 +417,6 @@ fn a_byte_order_mark_and_crlf_are_accepted() {
 }
 
 #[test]
-fn a_job_round_trips_through_messagepack_and_json() {
-    let text = "train: {data: {files: [a]}, eval: {files: [b]}, clip_norm: off, optimizer: {lr: 0.1}}";
-    for spec in [load_text(text, &[]).0, load_text("run: {command: [a], env: {A: b}}", &[]).0] {
-        let packed = rmp_serde::to_vec_named(&spec).expect("packs");
-        assert_eq!(rmp_serde::from_slice::<JobSpec>(&packed).expect("unpacks"), spec);
-        let json = serde_json::to_string(&spec).expect("prints");
-        assert_eq!(serde_json::from_str::<JobSpec>(&json).expect("parses"), spec);
-    }
-}
-
-#[test]
 fn adversarial_texts_are_rejected_quickly() {
     let deep_path = format!("{}=1", "a.".repeat(50_000) + "a");
     assert!(try_load_text(TRAIN, &[&deep_path]).is_err());

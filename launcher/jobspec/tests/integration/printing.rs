@@ -76,6 +76,16 @@ fn a_printed_job_loads_to_the_same_job() {
     }
 }
 
+/// Agents and workers receive jobs as JSON, which is also stored in the run directory.
+#[test]
+fn a_job_with_any_keys_round_trips_through_json() {
+    for text in JOBS {
+        let (spec, _) = load_text(text, &[]);
+        let json = serde_json::to_string(&spec).expect("prints");
+        assert_eq!(serde_json::from_str::<JobSpec>(&json).expect("parses"), spec, "{json}");
+    }
+}
+
 #[test]
 fn every_key_is_printed() {
     let maps: Vec<SourceMap> =
