@@ -1,7 +1,7 @@
 //! Encodes a field of a message as a string with JSON, for `#[serde(with = "json_text")]`.
 //!
-//! A job is also stored as JSON. Its type is large, so that a second decoder, for MessagePack, would
-//! make the executable larger.
+//! A job is also stored as JSON. Its type is large, so that a second decoder, for MessagePack,
+//! would make the executable larger.
 use serde::{
     Deserialize, Deserializer, Serialize, Serializer,
     de::{DeserializeOwned, Error as _},
