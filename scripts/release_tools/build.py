@@ -15,8 +15,8 @@ REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 MACHINES = ("x86_64", "aarch64")
 # The glibc of RHEL 8. Ubuntu 20.04 has 2.31.
 MAX_GLIBC = (2, 28)
-# The goal is 25 MB.
-MAX_EXECUTABLE_BYTES = 28_000_000
+# The goal is 25 MB, which the executable of x86_64 does not reach yet.
+MAX_EXECUTABLE_BYTES = {"x86_64": 27_000_000, "aarch64": 25_000_000}
 # Variables of the user that would change the executable.
 DROPPED_VARIABLES = (
     "AR",
@@ -84,7 +84,7 @@ def build_environment(tools, directory, epoch):
     ]
     remap = [f"--remap-path-prefix={path}={name}" for path, name in replaced]
     prefix_maps = " ".join(f"-ffile-prefix-map={path}={name}" for path, name in replaced)
-    # C code calls no Rust code that unwinds, so it needs no tables for that.
+    # C needs no unwind tables: Rust functions that C calls never unwind (`extern "C"` aborts).
     c_flags = f"{prefix_maps} -fno-asynchronous-unwind-tables"
     if any(character.isspace() for character in prefix_maps.replace(" -", "")):
         raise ReleaseError(f"a path of {', '.join(str(path) for path, _ in replaced)} contains a space")
@@ -132,5 +132,6 @@ def check_executable(path, machine):
     except ReleaseError as error:
         raise ReleaseError(f"{path}: {error}") from error
     size = path.stat().st_size
-    if size > MAX_EXECUTABLE_BYTES:
-        raise ReleaseError(f"{path} has {size:,} bytes; the limit is {MAX_EXECUTABLE_BYTES:,}")
+    limit = MAX_EXECUTABLE_BYTES[machine]
+    if size > limit:
+        raise ReleaseError(f"{path} has {size:,} bytes; the limit is {limit:,}")

@@ -1,8 +1,8 @@
 //! Decodes MessagePack. Processes of launch exchange values that `rmp_serde` has encoded.
 //!
 //! `rmp_serde` is not used for decoding, because the compiler would make a copy of its decoder,
-//! with several kilobytes of machine code, for each decoded type. Here, [`Decoder::read_token`]
-//! does the work once for all types, so that the executable is a megabyte smaller.
+//! with several kilobytes of machine code, for each decoded type. The copies took 1.3 MB of the
+//! executable. Here, the function [`Decoder::read_item`] does most of the work for all types.
 use rmp::Marker;
 use serde::de::{
     self, Deserialize, DeserializeSeed, EnumAccess, MapAccess, SeqAccess, VariantAccess, Visitor,
@@ -74,7 +74,7 @@ struct Decoder<'de> {
 }
 
 /// A scalar, or the start of an array or map.
-enum Token<'de> {
+enum Item<'de> {
     Nil,
     Bool(bool),
     Unsigned(u64),
@@ -111,9 +111,9 @@ impl<'de> Decoder<'de> {
     }
 
     /// Returns the next `count` bytes as a string.
-    fn take_str(&mut self, count: usize) -> Result<Token<'de>, DecodeError> {
+    fn take_str(&mut self, count: usize) -> Result<Item<'de>, DecodeError> {
         let text = str::from_utf8(self.take_bytes(count)?).map_err(|_| DecodeError::InvalidUtf8)?;
-        Ok(Token::Str(text))
+        Ok(Item::Str(text))
     }
 
     /// Returns the type of the next value without moving.
@@ -122,37 +122,37 @@ impl<'de> Decoder<'de> {
     }
 
     /// Reads the next scalar, or the start of the next array or map.
-    fn read_token(&mut self) -> Result<Token<'de>, DecodeError> {
+    fn read_item(&mut self) -> Result<Item<'de>, DecodeError> {
         let [byte] = self.take_array()?;
         Ok(match Marker::from_u8(byte) {
-            Marker::Null => Token::Nil,
-            Marker::False => Token::Bool(false),
-            Marker::True => Token::Bool(true),
-            Marker::FixPos(value) => Token::Unsigned(value.into()),
-            Marker::U8 => Token::Unsigned(u8::from_be_bytes(self.take_array()?).into()),
-            Marker::U16 => Token::Unsigned(u16::from_be_bytes(self.take_array()?).into()),
-            Marker::U32 => Token::Unsigned(u32::from_be_bytes(self.take_array()?).into()),
-            Marker::U64 => Token::Unsigned(u64::from_be_bytes(self.take_array()?)),
-            Marker::FixNeg(value) => Token::Signed(value.into()),
-            Marker::I8 => Token::Signed(i8::from_be_bytes(self.take_array()?).into()),
-            Marker::I16 => Token::Signed(i16::from_be_bytes(self.take_array()?).into()),
-            Marker::I32 => Token::Signed(i32::from_be_bytes(self.take_array()?).into()),
-            Marker::I64 => Token::Signed(i64::from_be_bytes(self.take_array()?)),
-            Marker::F32 => Token::F32(f32::from_be_bytes(self.take_array()?)),
-            Marker::F64 => Token::F64(f64::from_be_bytes(self.take_array()?)),
+            Marker::Null => Item::Nil,
+            Marker::False => Item::Bool(false),
+            Marker::True => Item::Bool(true),
+            Marker::FixPos(value) => Item::Unsigned(value.into()),
+            Marker::U8 => Item::Unsigned(u8::from_be_bytes(self.take_array()?).into()),
+            Marker::U16 => Item::Unsigned(u16::from_be_bytes(self.take_array()?).into()),
+            Marker::U32 => Item::Unsigned(u32::from_be_bytes(self.take_array()?).into()),
+            Marker::U64 => Item::Unsigned(u64::from_be_bytes(self.take_array()?)),
+            Marker::FixNeg(value) => Item::Signed(value.into()),
+            Marker::I8 => Item::Signed(i8::from_be_bytes(self.take_array()?).into()),
+            Marker::I16 => Item::Signed(i16::from_be_bytes(self.take_array()?).into()),
+            Marker::I32 => Item::Signed(i32::from_be_bytes(self.take_array()?).into()),
+            Marker::I64 => Item::Signed(i64::from_be_bytes(self.take_array()?)),
+            Marker::F32 => Item::F32(f32::from_be_bytes(self.take_array()?)),
+            Marker::F64 => Item::F64(f64::from_be_bytes(self.take_array()?)),
             Marker::FixStr(length) => self.take_str(length.into())?,
             Marker::Str8 => self.read_length::<1>().and_then(|length| self.take_str(length))?,
             Marker::Str16 => self.read_length::<2>().and_then(|length| self.take_str(length))?,
             Marker::Str32 => self.read_length::<4>().and_then(|length| self.take_str(length))?,
-            Marker::Bin8 => Token::Bytes(self.read_length::<1>().and_then(|n| self.take_bytes(n))?),
-            Marker::Bin16 => Token::Bytes(self.read_length::<2>().and_then(|n| self.take_bytes(n))?),
-            Marker::Bin32 => Token::Bytes(self.read_length::<4>().and_then(|n| self.take_bytes(n))?),
-            Marker::FixArray(length) => Token::Array(length.into()),
-            Marker::Array16 => Token::Array(self.read_length::<2>()?),
-            Marker::Array32 => Token::Array(self.read_length::<4>()?),
-            Marker::FixMap(length) => Token::Map(length.into()),
-            Marker::Map16 => Token::Map(self.read_length::<2>()?),
-            Marker::Map32 => Token::Map(self.read_length::<4>()?),
+            Marker::Bin8 => Item::Bytes(self.read_length::<1>().and_then(|n| self.take_bytes(n))?),
+            Marker::Bin16 => Item::Bytes(self.read_length::<2>().and_then(|n| self.take_bytes(n))?),
+            Marker::Bin32 => Item::Bytes(self.read_length::<4>().and_then(|n| self.take_bytes(n))?),
+            Marker::FixArray(length) => Item::Array(length.into()),
+            Marker::Array16 => Item::Array(self.read_length::<2>()?),
+            Marker::Array32 => Item::Array(self.read_length::<4>()?),
+            Marker::FixMap(length) => Item::Map(length.into()),
+            Marker::Map16 => Item::Map(self.read_length::<2>()?),
+            Marker::Map32 => Item::Map(self.read_length::<4>()?),
             Marker::FixExt1
             | Marker::FixExt2
             | Marker::FixExt4
@@ -243,21 +243,21 @@ impl<'de> de::Deserializer<'de> for &mut Decoder<'de> {
     type Error = DecodeError;
 
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, DecodeError> {
-        match self.read_token()? {
-            Token::Nil => visitor.visit_unit(),
-            Token::Bool(value) => visitor.visit_bool(value),
-            Token::Unsigned(value) => visitor.visit_u64(value),
-            Token::Signed(value) => visitor.visit_i64(value),
-            Token::F32(value) => visitor.visit_f32(value),
-            Token::F64(value) => visitor.visit_f64(value),
-            Token::Str(text) => visitor.visit_borrowed_str(text),
-            Token::Bytes(bytes) => visitor.visit_borrowed_bytes(bytes),
-            Token::Array(count) => {
+        match self.read_item()? {
+            Item::Nil => visitor.visit_unit(),
+            Item::Bool(value) => visitor.visit_bool(value),
+            Item::Unsigned(value) => visitor.visit_u64(value),
+            Item::Signed(value) => visitor.visit_i64(value),
+            Item::F32(value) => visitor.visit_f32(value),
+            Item::F64(value) => visitor.visit_f64(value),
+            Item::Str(text) => visitor.visit_borrowed_str(text),
+            Item::Bytes(bytes) => visitor.visit_borrowed_bytes(bytes),
+            Item::Array(count) => {
                 let mut elements = self.enter(count)?;
                 let value = visitor.visit_seq(&mut elements)?;
                 elements.leave().map(|()| value)
             }
-            Token::Map(count) => {
+            Item::Map(count) => {
                 let mut elements = self.enter(count)?;
                 let value = visitor.visit_map(&mut elements)?;
                 elements.leave().map(|()| value)
@@ -267,7 +267,7 @@ impl<'de> de::Deserializer<'de> for &mut Decoder<'de> {
 
     fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, DecodeError> {
         if self.peek_marker()? == Marker::Null {
-            self.read_token()?;
+            self.read_item()?;
             return visitor.visit_none();
         }
         visitor.visit_some(self)
@@ -284,7 +284,7 @@ impl<'de> de::Deserializer<'de> for &mut Decoder<'de> {
         if self.peek_marker()? != Marker::FixMap(1) {
             return visitor.visit_enum(VariantName { decoder: self, has_content: false });
         }
-        self.read_token()?;
+        self.read_item()?;
         self.enter(0)?;
         let value = visitor.visit_enum(VariantName { decoder: &mut *self, has_content: true })?;
         self.depth -= 1;
@@ -306,7 +306,7 @@ impl<'de> de::Deserializer<'de> for &mut Decoder<'de> {
         visitor: V,
     ) -> Result<V::Value, DecodeError> {
         if self.peek_marker()? == Marker::FixArray(0) {
-            self.read_token()?;
+            self.read_item()?;
             return visitor.visit_unit();
         }
         self.deserialize_any(visitor)
