@@ -1,6 +1,5 @@
-//! The executable `launch`, which runs as the launcher, as a worker, or as the sandbox process of a
-//! worker. Depending on its first argument, it runs as a worker, as the sandbox process of a
-//! worker, or as the launcher.
+//! The executable `launch`, which runs, depending on its first argument, as a worker, as the
+//! sandbox process of a worker, or as the launcher.
 use std::process::ExitCode;
 use worker::{GpuCheckOptions, GpuCheckTask, PartFilter};
 

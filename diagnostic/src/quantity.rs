@@ -12,7 +12,7 @@ pub fn format_bytes(bytes: u64) -> String {
 }
 
 /// Formats a measured duration for messages, in seconds (`0.4 s`) or in clock notation (`12:34`).
-/// Below 10 s the text is in seconds, and otherwise in clock notation: `0.4 s`, `12:34`, `1:02:03`.
+/// Clock notation begins at 10 s.
 pub fn format_duration(seconds: f64) -> String {
     if seconds < 10.0 { format!("{seconds:.1} s") } else { format_clock(seconds) }
 }

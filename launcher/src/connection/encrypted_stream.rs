@@ -90,7 +90,7 @@ impl<S: AsyncWrite + Unpin> EncryptedStream<S> {
 
 impl<S: AsyncRead + Unpin> EncryptedStream<S> {
     /// Reads one record that must be empty, and checks that it was encrypted with the keys of this
-    /// connection. Returns whether the other side has the keys.
+    /// connection. Returns false if the other side does not have the keys.
     pub(super) async fn read_empty_record(&mut self) -> io::Result<bool> {
         let mut record = [0; HEADER_BYTES + TAG_BYTES];
         self.stream.read_exact(&mut record).await?;

@@ -123,10 +123,9 @@ impl NcclComm {
     }
 
     /// Enqueues a reduce-scatter of parts with different lengths: NCCL sums parts of equal length,
-    /// and then ranks exchange the elements by which the lengths differ. NCCL sums equal parts into
-    /// `parts_sum`. Then ranks exchange the sums of the elements by which the parts differ from
-    /// equal parts, and the summands of the remainder. Each rank adds the summands of its elements
-    /// of the remainder, in the order of the ranks.
+    /// and then ranks exchange the elements by which the lengths differ. Ranks also
+    /// exchange the summands of the remainder, which no equal part contains. Each rank adds the
+    /// summands of its elements of the remainder, in the order of the ranks.
     fn reduce_scatter_unequal_parts(
         &self,
         mut recv: ViewMut,

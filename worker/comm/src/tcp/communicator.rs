@@ -120,8 +120,8 @@ impl TcpComm {
         Ok((call_state, call))
     }
 
-    /// Aborts the group because of `error`, and sends the reason to the peers. Returns the error
-    /// for the caller. Returns `error`, or the reason of an earlier abort.
+    /// Aborts the group because of `error`, and sends the reason to the peers. Returns `error`,
+    /// or the reason of an earlier abort.
     pub(super) fn abort_on_error(&self, error: CommError) -> CommError {
         self.health.abort(&error.to_abort_reason(self.rank()));
         match error {
