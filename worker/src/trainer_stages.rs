@@ -20,9 +20,7 @@ use crate::{
         step::Trainer,
     },
     zero::{
-        ShardingPolicy,
-        collective_queue::CollectiveQueue,
-        engine::{ParamDtypes, ZeroEngine},
+        ShardingPolicy, collective_queue::CollectiveQueue, engine::ZeroEngine, param_dtypes::ParamDtypes,
     },
 };
 use comm::Comm;

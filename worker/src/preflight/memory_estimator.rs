@@ -7,7 +7,7 @@ use crate::{
     },
     params::ParamUnit,
     train::{activations::ActivationPlan, moe},
-    zero::{MicroBatchSchedule, ShardingPolicy, engine::ParamDtypes, partition::Partition},
+    zero::{MicroBatchSchedule, ShardingPolicy, param_dtypes::ParamDtypes, partition::Partition},
 };
 use device::{
     Dtype,

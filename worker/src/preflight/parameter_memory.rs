@@ -7,8 +7,8 @@ use crate::{
     zero::{
         ShardingPolicy,
         buffer_pool::BufferPoolEstimate,
-        engine::{ParamDtypes, casts_params_on_gather},
         gather_retention::{self, PlannedFetch},
+        param_dtypes::{ParamDtypes, casts_params_on_gather},
     },
 };
 use jobspec::{HostSelection, WorkersPerHost};

@@ -4,7 +4,7 @@ use crate::{
     model::{ActivationBuffers, BufferSpec, LayerBuffers, Model},
     param_groups::find_first_backward_layer,
     params::ParamUnit,
-    zero::engine::ParamDtypes,
+    zero::param_dtypes::ParamDtypes,
 };
 use device::{Buf, Dtype, Ops, View, ViewMut, storage::Event};
 use jobspec::{RecomputeMode, TrainSpec};

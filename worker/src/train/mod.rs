@@ -5,6 +5,7 @@ pub mod boundary_flags;
 mod dispatch;
 mod evaluation;
 pub mod generation;
+mod gradient_norm;
 pub mod loss_scale;
 pub mod moe;
 pub mod running_trainer;

@@ -12,10 +12,10 @@ use crate::{
     model::{HeadGrads, HeadInput, LayerInput, MicroBatch, Model, moe::PendingRouterLoss},
     optim::{Optimizer, StepInputs},
     param_groups::find_first_trained_unit,
-    params::list_tensors_in_canonical_order,
     zero::{
         engine::{ParamsGuard, ZeroEngine},
         micro_batch_sums::sum_in_fixed_order,
+        reduced_gradient::ReducedGradient,
     },
 };
 use device::{Buf, Dtype, Ops, storage::Event};
@@ -479,11 +479,11 @@ impl Trainer {
         let clip = self.clip_norm.map_or(1.0, |limit| (limit / (outcome.grad_norm + 1e-6)).min(1.0));
         let step_params = StepInputs { lr, step: step + 1, grad_scale: (mean * clip) as f32 };
         std::mem::take(&mut self.update_after).make_stream_wait();
-        for (u, owned) in grads.into_iter().enumerate() {
+        for (u, gradient) in grads.into_iter().enumerate() {
             if finite {
-                self.update_unit_parameters(u, owned, step_params)?;
+                self.update_unit_parameters(u, gradient, step_params)?;
             } else {
-                self.engine.recycle_gradient_buffer(u, owned);
+                self.engine.recycle_gradient(u, gradient);
             }
         }
         self.engine.wait_for_updated_param_gathers()?;
@@ -492,8 +492,13 @@ impl Trainer {
     }
 
     /// Updates this rank's shard of parameter unit `u` (tensors that are gathered together) with
-    /// the gradient `owned`, and starts to send the new values to other ranks.
-    fn update_unit_parameters(&mut self, u: usize, owned: Buf, step_params: StepInputs) -> Result<()> {
+    /// the gradient `gradient`, and starts to send the new values to other ranks.
+    fn update_unit_parameters(
+        &mut self,
+        u: usize,
+        gradient: ReducedGradient,
+        step_params: StepInputs,
+    ) -> Result<()> {
         if !self.is_trained_unit(u) {
             return Ok(());
         }
@@ -501,8 +506,9 @@ impl Trainer {
         let ops = self.ops.clone();
         self.optimizer.prefetch_states(ops.as_ref(), u);
         self.optimizer.prefetch_states(ops.as_ref(), u + 1);
-        let mut grad = if replicated { self.engine.gather_gradient(u, owned)? } else { owned };
-        let whole = self.gather_whole_tensor_gradient(u, &mut grad, step_params)?;
+        let mut gradient = if replicated { self.engine.gather_gradient(u, gradient)? } else { gradient };
+        let grad = gradient.largest_part();
+        let whole = self.gather_whole_tensor_gradient(u, grad, step_params)?;
         let whole_grad = whole.as_ref().map_or(grad.view(), Buf::view);
         let base = self.engine.resident_range(u).start;
         let range = self.optimizer.states(u).range.clone();
@@ -512,7 +518,7 @@ impl Trainer {
             optimizer.update_unit(ops.as_ref(), u, unit, p, grad.view(), whole_grad, step_params);
         });
         self.optimizer.write_back_states(ops.as_ref(), u);
-        self.engine.recycle_gradient_buffer(u, grad);
+        self.engine.recycle_gradient(u, gradient);
         match replicated {
             true => self.engine.refresh_compute_copy(u),
             false => self.engine.start_updated_param_gather(u),
@@ -544,63 +550,10 @@ impl Trainer {
         let whole = ops.zeroed(Dtype::F32, if owner { unit.trained_len() } else { 0 });
         Ok(Some(self.engine.gather_trained_vector(u, ops.clone_to_device(grad.view()), whole)?))
     }
-
-    /// Computes the sum of squares of each block of elements in this rank's gradients, from which
-    /// all ranks together compute the gradient norm.
-    fn sum_squares_of_gradients(&mut self, owned: &[Buf]) -> Result<Vec<f64>> {
-        let mut parts = Vec::new();
-        for (u, g) in owned.iter().enumerate() {
-            let range = self.engine.owned_range(u);
-            let (unit, mut at) = (&self.engine.shards[u].unit, 0);
-            for seg in unit.list_trained_segments(range) {
-                parts.push(g.view().slice(at..at + seg.flat.len()));
-                at += seg.flat.len();
-            }
-        }
-        let staging = std::mem::take(&mut self.norm_staging);
-        let (sums, staging) = self.ops.start_sum_squares_by_block(&parts, staging).wait()?;
-        self.norm_staging = staging;
-        self.ops.check_status()?;
-        Ok(sums)
-    }
-
-    /// Computes the L2 norm of the summed gradient of all parameters on all ranks. `blocks` are the
-    /// sums of squares of this rank's blocks, which are added in a fixed order.
-    ///
-    /// Collective: every rank must call it.
-    fn compute_gradient_norm(&self, blocks: &[f64]) -> Result<f64> {
-        let bytes: Vec<u8> = blocks.iter().flat_map(|s| s.to_le_bytes()).collect();
-        let gathered = self.engine.queue().run_and_wait(move |c| c.all_gather_bytes(&bytes))?;
-        Ok(sum_in_fixed_order(&self.order_block_sums(&gathered)?).sqrt())
-    }
-
-    /// Sorts the blocks' sums of squares, which all ranks have computed for the gradient norm, by
-    /// tensor, so that the order of addition is always equal. The order does not depend on which
-    /// rank has which experts.
-    fn order_block_sums(&self, gathered: &[Vec<u8>]) -> Result<Vec<f64>> {
-        let mut readers: Vec<_> = gathered.iter().map(|b| b.chunks_exact(8)).collect();
-        let units = self.engine.clone_units();
-        let mut by_param: Vec<Vec<Vec<f64>>> =
-            units.iter().map(|u| vec![Vec::new(); u.params.len()]).collect();
-        for (s, sums) in self.engine.shards.iter().zip(&mut by_param) {
-            for (rank, reader) in readers.iter_mut().enumerate() {
-                for g in s.unit.list_trained_segments(s.partition.shard_range(rank)) {
-                    for _ in 0..g.flat.len().div_ceil(device::ops::NORM_BLOCK_LEN) {
-                        let word = reader.next().ok_or_else(|| {
-                            build_invalid_report_error("a rank reported too few block sums")
-                        })?;
-                        sums[g.param].push(f64::from_le_bytes(word.try_into().expect("8 bytes")));
-                    }
-                }
-            }
-        }
-        let ordered = list_tensors_in_canonical_order(&units).into_iter();
-        Ok(ordered.flat_map(|(u, i)| std::mem::take(&mut by_param[u][i])).collect())
-    }
 }
 
 /// Builds the error which reports that another rank has sent invalid losses, flags, memory or times
 /// for a step.
-fn build_invalid_report_error(message: &str) -> Error {
+pub(super) fn build_invalid_report_error(message: &str) -> Error {
     Error::new(codes::training::PEER_REPORT_INVALID, message)
 }

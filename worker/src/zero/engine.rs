@@ -13,16 +13,17 @@ use super::{
     gather_retention::{self, PlannedFetch},
     micro_batch_sums::MicroBatchSums,
     owner_collectives::ExchangeBuffers,
-    partition::Partition,
+    param_dtypes::{ParamDtypes, casts_params_on_gather},
+    reduced_gradient::ReducedGradient,
+    unit_shard::{UnitShard, lock_for_reading, lock_for_writing},
 };
 use crate::params::ParamUnit;
 use comm::{Comm, Result, SharedView};
 use device::{Buf, Dtype, Ops, View, ViewMut, storage::Event};
-use jobspec::{Precision, TrainSpec};
 use std::{
     collections::{HashMap, HashSet, VecDeque},
     ops::Range,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLockReadGuard, RwLockWriteGuard},
 };
 
 /// The purpose that out-of-memory errors state for the memory of gathered parameters.
@@ -30,117 +31,6 @@ const GATHERED_PARAMETERS_LABEL: &str = "gathered parameters";
 /// The largest number of gradient reductions among ranks that run while this rank computes further
 /// gradients. One reduction runs while the gradient of the next block is computed.
 pub const REDUCTIONS_IN_FLIGHT: usize = 1;
-
-/// This rank's parameters and gradient sums of one parameter unit (tensors that are gathered
-/// together), and the division of the unit's elements among ranks.
-pub struct UnitShard {
-    /// The names, shapes and layout of the unit's parameters.
-    pub unit: ParamUnit,
-    /// The division of the unit's elements among its owner ranks.
-    pub partition: Partition,
-    /// For each rank, the number of trained elements in its shard, which is the length of gradients
-    /// and optimizer states.
-    trained_counts: Vec<usize>,
-    /// The parameters that the optimizer updates, for the flat range
-    /// [`ZeroEngine::resident_range`].
-    params: RwLock<Buf>,
-    /// The 16-bit parameters for computation: the owned shard or the whole unit, according to the
-    /// policy. `None` if there are no master weights, or if parameters are cast for each use
-    /// ([`casts_params_on_gather`]).
-    compute_copy: Option<RwLock<Buf>>,
-    /// If the ranks share memory: the shards that all ranks have of the unit's parameters for
-    /// forward and backward passes. Parameters are then read from this memory and not gathered.
-    shared_view: Option<SharedView>,
-    /// Partial sums of gradients: of the owned shard or of the whole unit, according to the policy.
-    grads: Mutex<MicroBatchSums>,
-}
-
-impl UnitShard {
-    /// Allocates zeroed memory for this rank's shard of `unit`, parameter tensors that are gathered
-    /// and released together. Collective: every rank must call it with the same unit.
-    fn new(
-        unit: ParamUnit,
-        policy: ShardingPolicy,
-        weights: ParamDtypes,
-        queue: &CollectiveQueue,
-        ops: &dyn Ops,
-    ) -> Result<Self> {
-        let (rank, world, dtype) = (queue.comm().rank(), queue.comm().world_size(), weights.compute);
-        let parameters = |dtype, len| ops.zeroed_with_purpose("the parameters", dtype, len);
-        let part = Partition::new(&unit, world);
-        let shared = match policy.shard_parameters && unit.owners.count_owners_below(world) > 1 {
-            true => {
-                let counts = part.shard_lengths().to_vec();
-                queue.run_and_wait(move |comm| comm.shared_window(dtype, &counts))?
-            }
-            false => None,
-        };
-        let (shared, whole) = shared.map_or((None, None), |window| (Some(window.owned), Some(window.view)));
-        let whole = whole.filter(|_| unit.owners.contains(rank));
-        let owned = part.shard_range(rank).len();
-        let owner_len = |len: usize| if unit.owners.contains(rank) { len } else { 0 };
-        let sharded_len = |sharded: bool| if sharded { owned } else { owner_len(unit.len()) };
-        let computed = || shared.unwrap_or_else(|| parameters(dtype, sharded_len(policy.shard_parameters)));
-        let masters = || parameters(weights.updated, sharded_len(policy.shards_updated_params(true)));
-        let (params, compute_copy) = match weights.has_master_weights() {
-            false => (computed(), None),
-            true if casts_params_on_gather(policy, weights, ops.is_host()) => (masters(), None),
-            true => (masters(), Some(RwLock::new(computed()))),
-        };
-        let params = RwLock::new(params);
-        let trained: Vec<usize> =
-            (0..world).map(|r| unit.to_trained_range(part.shard_range(r)).len()).collect();
-        let summed = if policy.shard_gradients { trained[rank] } else { owner_len(unit.trained_len()) };
-        let grads = Mutex::new(policy.new_gradient_sum(summed));
-        Ok(UnitShard {
-            unit,
-            partition: part,
-            trained_counts: trained,
-            params,
-            compute_copy,
-            shared_view: whole,
-            grads,
-        })
-    }
-}
-
-/// The element types of a job's parameters: the type with which forward and backward passes
-/// compute, and the type that the optimizer updates.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ParamDtypes {
-    /// The type that forward and backward passes compute with.
-    pub compute: Dtype,
-    /// The type that the optimizer updates: `F32`, or equal to `compute`.
-    pub updated: Dtype,
-}
-
-impl ParamDtypes {
-    /// Returns the element types of parameters that the precision in the job's `train` section
-    /// requires.
-    pub fn for_job(train: &TrainSpec) -> Self {
-        let compute = match train.precision {
-            Precision::Fp32 => Dtype::F32,
-            Precision::Bf16 | Precision::Fp8 => Dtype::Bf16,
-            Precision::Fp16 => Dtype::F16,
-        };
-        ParamDtypes { compute, updated: if train.rounds_stochastically() { compute } else { Dtype::F32 } }
-    }
-
-    /// Returns whether fp32 master weights are kept in addition to the parameters for forward and
-    /// backward passes.
-    pub fn has_master_weights(&self) -> bool {
-        self.compute != self.updated
-    }
-}
-
-/// Returns whether ranks convert fp32 master weights to 16-bit parameters whenever they gather
-/// them, instead of storing a 16-bit copy.
-///
-/// This is the case on GPUs at stage 3, where parameters are gathered for each use anyway. Casting
-/// saves two bytes per parameter, and takes little time compared with the gather.
-pub fn casts_params_on_gather(policy: ShardingPolicy, weights: ParamDtypes, on_host: bool) -> bool {
-    policy.shard_parameters && weights.has_master_weights() && !on_host
-}
 
 /// A handle to all parameters of one unit (tensors that are gathered together), valid until
 /// [`ZeroEngine::release_params`] is called.
@@ -191,6 +81,9 @@ pub struct ZeroEngine {
     /// Running gathers with their units, oldest first.
     pending_gathers: VecDeque<(usize, PendingCollective<Buf>)>,
     pending_reductions: VecDeque<PendingCollective<()>>,
+    /// Running reductions of whole gradients after the last micro-batch of a step, by the index of
+    /// their unit.
+    whole_gradient_reductions: HashMap<usize, PendingCollective<ReducedGradient>>,
     /// Running gathers of updated parameters.
     pending_param_gathers: Vec<PendingCollective<()>>,
 }
@@ -244,6 +137,7 @@ impl ZeroEngine {
             pass_barrier: None,
             pending_gathers: VecDeque::new(),
             pending_reductions: VecDeque::new(),
+            whole_gradient_reductions: HashMap::new(),
             pending_param_gathers: Vec::new(),
         })
     }
@@ -560,49 +454,6 @@ impl ZeroEngine {
     }
 }
 
-impl UnitShard {
-    /// Returns the stored parameters for forward and backward passes: the 16-bit copy if there is
-    /// one, otherwise those that the optimizer updates.
-    fn select_compute_params(&self) -> &RwLock<Buf> {
-        self.compute_copy.as_ref().unwrap_or(&self.params)
-    }
-
-    /// Converts the fp32 master weights to the 16-bit copy for forward and backward passes, for
-    /// those elements of the unit of which this rank stores both. The resident parameters cover the
-    /// flat range `resident`, and the compute copy covers `computed`. Does nothing if no compute
-    /// copy is stored.
-    fn refresh_compute_copy(&self, ops: &dyn Ops, resident: Range<usize>, computed: Range<usize>) {
-        let Some(compute_copy) = &self.compute_copy else { return };
-        let (mut to, from) = (lock_for_writing(compute_copy), lock_for_reading(&self.params));
-        let both = resident.start.max(computed.start)..resident.end.min(computed.end);
-        let within = |r: &Range<usize>| both.start - r.start..both.end - r.start;
-        ops.cast(to.view_mut().slice(within(&computed)), from.view().slice(within(&resident)));
-    }
-
-    /// Gathers the shards of all owner ranks of this parameter unit (tensors that are gathered
-    /// together) into the buffer `values`. Before the call, `values` contains only this rank's
-    /// shard, the range `owned`.
-    fn gather_shards_in_place(
-        &self,
-        comm: &dyn Comm,
-        ops: &dyn Ops,
-        buffers: &mut ExchangeBuffers,
-        values: &RwLock<Buf>,
-        owned: Range<usize>,
-        stored: Range<usize>,
-    ) -> Result<()> {
-        let mut whole = lock_for_writing(values);
-        // the collective must not send from the memory that it writes
-        let shard = whole.view().slice(owned.start - stored.start..owned.end - stored.start);
-        let copy = buffers.copy_shard_to_reusable_buffer(ops, shard);
-        let (owners, lengths, mine) =
-            (self.unit.owners, self.partition.shard_lengths(), copy.view().slice(0..owned.len()));
-        let gathered = buffers.gather_from_owners(comm, ops, owners, lengths, whole.view_mut(), mine);
-        buffers.give_back_shard_buffer(copy);
-        gathered
-    }
-}
-
 /// Copies `values` to `to`, which may be in other memory (host or device) and may have another
 /// element type. Rounds to the nearest value if `to` has a narrower type.
 pub(crate) fn copy_or_cast(ops: &dyn Ops, to: ViewMut, values: View) {
@@ -611,14 +462,4 @@ pub(crate) fn copy_or_cast(ops: &dyn Ops, to: ViewMut, values: View) {
     }
     let mut device_values = Buf::default();
     ops.cast(to, ops.to_device(values, &mut device_values));
-}
-
-/// Locks parameters for writing, even if another thread panicked while it held the lock.
-fn lock_for_writing(params: &RwLock<Buf>) -> RwLockWriteGuard<'_, Buf> {
-    params.write().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Locks parameters for reading, even if another thread panicked while it held the lock.
-fn lock_for_reading(params: &RwLock<Buf>) -> RwLockReadGuard<'_, Buf> {
-    params.read().unwrap_or_else(PoisonError::into_inner)
 }

@@ -8,7 +8,10 @@ pub mod engine;
 pub mod gather_retention;
 pub mod micro_batch_sums;
 pub mod owner_collectives;
+pub mod param_dtypes;
 pub mod partition;
+pub mod reduced_gradient;
+pub mod unit_shard;
 
 use jobspec::TrainSpec;
 use micro_batch_sums::MicroBatchSums;

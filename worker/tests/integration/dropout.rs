@@ -251,7 +251,7 @@ fn each_dropout_module_of_gpt2_has_its_own_mask() {
         )
         .unwrap();
     let positions = running.trainer.engine.shards[0].unit.tensor_range(1);
-    let gradients = running.trainer.engine.finish_gradient(0).unwrap();
+    let gradients = running.trainer.engine.finish_gradient(0).unwrap().owned;
     let (work, layers) = (&running.trainer.activations, spec.model.num_hidden_layers as usize);
     let assert_share = |module: &str, dropped: &[bool]| {
         let share = dropped.iter().filter(|d| **d).count() as f64 / dropped.len() as f64;

@@ -349,7 +349,7 @@ fn moe_gradients_equal_finite_differences_of_the_loss() {
     let mean = f64::from(2 * spec.data.seq_len) / outcome.targets as f64;
     let (mut grads, mut names) = (Vec::new(), Vec::new());
     for u in 0..running.trainer.engine.shards.len() {
-        grads.push(running.trainer.engine.finish_gradient(u).unwrap());
+        grads.push(running.trainer.engine.finish_gradient(u).unwrap().owned);
         let unit = &running.trainer.engine.shards[u].unit;
         let checked = (0..unit.params.len()).filter(|&i| {
             let name = &unit.params[i].name;
@@ -377,7 +377,7 @@ fn moe_gradients_equal_finite_differences_of_the_loss() {
             running.trainer.engine.with_resident_params(u, |p| p.host_slice_mut()[range.start + i] -= by);
             for u in 0..running.trainer.engine.shards.len() {
                 let spent = running.trainer.engine.finish_gradient(u).unwrap();
-                running.trainer.engine.recycle_gradient_buffer(u, spent);
+                running.trainer.engine.recycle_gradient(u, spent);
             }
             loss
         };

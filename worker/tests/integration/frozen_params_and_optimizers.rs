@@ -128,7 +128,7 @@ fn compute_first_gradients(spec: &TrainSpec) -> BTreeMap<String, Vec<u32>> {
         .unwrap();
     let mut gradients = BTreeMap::new();
     for u in 0..running.trainer.engine.shards.len() {
-        let sum = running.trainer.engine.finish_gradient(u).unwrap();
+        let sum = running.trainer.engine.finish_gradient(u).unwrap().owned;
         let mut rest = sum.host_slice();
         for p in running.trainer.engine.shards[u].unit.list_trained_params() {
             let (gradient, after) = rest.split_at(p.len());

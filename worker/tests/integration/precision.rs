@@ -86,7 +86,7 @@ fn compute_results(case: &GoldenCase, start: StartRunFn) -> BTreeMap<String, Vec
     let positions = (case.spec.batch.global * case.spec.data.seq_len) as f32;
     let mean = positions / outcome.targets as f32 / running.trainer.loss_scale.factor();
     for u in 0..running.trainer.engine.shards.len() {
-        let g = running.trainer.engine.finish_gradient(u).unwrap();
+        let g = running.trainer.engine.finish_gradient(u).unwrap().owned;
         let unit = &running.trainer.engine.shards[u].unit;
         for (i, spec) in unit.params.iter().enumerate() {
             let ours = g.host_slice()[unit.tensor_range(i)].iter().map(|x| x * mean).collect();

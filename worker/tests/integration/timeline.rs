@@ -273,9 +273,15 @@ fn a_timeline_consists_of_its_parts() {
     for graphs in [false, true] {
         USE_CUDA_GRAPHS.store(graphs, Relaxed);
         let mut collectives = Vec::new();
-        for (stage, world, deterministic) in
-            [(0, 1, true), (2, 2, true), (3, 2, true), (3, 16, true), (3, 16, false)]
-        {
+        for (stage, world, deterministic) in [
+            (0, 1, true),
+            (2, 2, true),
+            (3, 2, true),
+            (3, 16, true),
+            (3, 16, false),
+            (0, 2, true),
+            (1, 2, true),
+        ] {
             let what = format!("stage {stage}, {world} ranks, {deterministic}, graphs: {graphs}");
             let estimate = estimate_step(&spec(stage, world as u32, deterministic), world);
             assert_eq!(estimate.host_waits, 1.0, "{what}");
@@ -284,8 +290,11 @@ fn a_timeline_consists_of_its_parts() {
             assert!(difference < 10e3, "{what}: {difference} ns of {} are missing", estimate.step);
             let (collective, overlap) = (estimate.part_time("side:collectives"), estimate.overlap);
             assert_eq!(collective > 0.0, world > 1, "{what}");
+            // In the last backward pass, the reduction of a gradient hides behind the next layer.
+            // With few layers, as here, the reduction of the embedding is a large remainder.
+            let hidden = 0.25 * collective;
             assert!(
-                overlap <= collective && (overlap > 0.0 || world == 1),
+                overlap <= collective && (overlap > hidden || world == 1),
                 "{what}: {overlap} of {collective}"
             );
             assert!(
@@ -295,7 +304,7 @@ fn a_timeline_consists_of_its_parts() {
             assert!((0.05..0.9).contains(&estimate.mfu) || world > 1, "{what}: MFU {}", estimate.mfu);
             collectives.push(collective);
         }
-        let [_, _, two, sixteen, native] = collectives[..] else { unreachable!() };
+        let [_, _, two, sixteen, native, ..] = collectives[..] else { unreachable!() };
         assert!(sixteen > 3.0 * two, "a network is slower than NVLink: {two}, {sixteen}");
         assert!(native < 0.7 * sixteen, "NCCL's sums need fewer transfers: {native}, {sixteen}");
     }

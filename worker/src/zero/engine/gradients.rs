@@ -4,19 +4,19 @@ use super::super::{
     MicroBatchSchedule, ShardingPolicy,
     micro_batch_sums::{MicroBatchRange, MicroBatchSums, split_into_tree_ranges},
     owner_collectives::list_group_tree_ranges,
+    reduced_gradient::ReducedGradient,
 };
 use super::{REDUCTIONS_IN_FLIGHT, ZeroEngine, lock_ignoring_poison};
 use comm::{Comm, Result};
-use device::{Buf, Dtype, View};
+use device::{Buf, Dtype, Ops, View};
 
 impl ZeroEngine {
     /// Takes a buffer for the whole gradient of parameter unit `u` (tensors that are gathered
     /// together), with unspecified content.
     pub fn take_gradient_buffer(&mut self, u: usize) -> Buf {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
-        let is_temporary = self.reduces_gradients_during_backward()
-            || !unit.is_all_trained()
-            || self.adds_next_gradient_in_place(u);
+        let is_temporary =
+            self.reduces_each_gradient() || !unit.is_all_trained() || self.adds_next_gradient_in_place(u);
         match is_temporary {
             true => lock_ignoring_poison(&self.gradient_pool).take(ops, unit.len()),
             false => lock_ignoring_poison(&self.shards[u].grads).take_buffer(ops),
@@ -69,10 +69,16 @@ impl ZeroEngine {
         lock_ignoring_poison(&self.gradient_pool).give_back(gradient);
     }
 
-    /// Returns whether gradients are reduced among ranks during each backward pass, and not only
-    /// after the last micro-batch of the step.
-    fn reduces_gradients_during_backward(&self) -> bool {
+    /// Returns whether the gradient of each micro-batch is reduced among ranks, and not only the
+    /// sums that each rank has after the last micro-batch of the step.
+    fn reduces_each_gradient(&self) -> bool {
         self.policy.shard_gradients && self.world > 1
+    }
+
+    /// Returns whether only the sums that each rank has after the last micro-batch of a step are
+    /// reduced among ranks.
+    fn reduces_sums_only(&self) -> bool {
+        !self.policy.shard_gradients && self.world > 1
     }
 
     /// Starts to reduce one micro-batch's gradient of parameter unit `u` (tensors that are gathered
@@ -87,10 +93,13 @@ impl ZeroEngine {
             gradient.into_iter().for_each(|g| lock_ignoring_poison(&self.gradient_pool).give_back(g));
             return Ok(());
         }
-        if !self.reduces_gradients_during_backward() {
+        if !self.reduces_each_gradient() {
             if let (Some(g), Some(micro_batch)) = (gradient, self.schedule.find_micro_batch(self.rank, round))
             {
                 self.add_gradient_to_sums(u, micro_batch, g);
+            }
+            if self.reduces_sums_only() && round + 1 == self.schedule.count_rounds() {
+                self.start_whole_gradient_reduction(u);
             }
             return Ok(());
         }
@@ -223,70 +232,77 @@ impl ZeroEngine {
         })
     }
 
-    /// Waits for all reductions of gradients, and returns the summed gradient of this rank's shard
-    /// of parameter unit `u` (tensors that are gathered together). Collective: every rank must call
-    /// it after the last round.
-    pub fn finish_gradient(&mut self, u: usize) -> Result<Buf> {
+    /// Starts to reduce the gradient of parameter unit `u` (tensors that are gathered together)
+    /// after the last micro-batch of a step, from the sums that each rank keeps of the whole
+    /// gradient. Without ZeRO, the reduced gradient is then gathered on every rank.
+    ///
+    /// The reduction runs while the gradient of the next unit is computed. Collective: every rank
+    /// must call it.
+    fn start_whole_gradient_reduction(&mut self, u: usize) {
+        let (shards, ops, buffers) = (self.shards.clone(), self.ops.clone(), self.exchange.clone());
+        let (schedule, policy) = (self.schedule, self.policy);
+        let reduction = self.queue.submit(move |comm: &dyn Comm| {
+            let (s, ops) = (&shards[u], ops.as_ref());
+            let mut sums = lock_ignoring_poison(&s.grads);
+            let mut reduced = lock_ignoring_poison(&s.reduced_grads);
+            let counts = &s.trained_counts;
+            let owned =
+                reduce_partial_sums_of_ranks(comm, ops, policy, schedule, (&sums, counts), &mut reduced)?;
+            sums.clear();
+            if policy.shard_optimizer {
+                return Ok(ReducedGradient { owned, whole: None });
+            }
+            // the memory of the sums is free now
+            let mut whole = sums.take_buffer(ops);
+            let mut buffers = lock_ignoring_poison(&buffers);
+            buffers.gather_from_owners(comm, ops, s.unit.owners, counts, whole.view_mut(), owned.view())?;
+            Ok(ReducedGradient { owned, whole: Some(whole) })
+        });
+        self.whole_gradient_reductions.insert(u, reduction);
+    }
+
+    /// Waits for the reduction of the gradient of parameter unit `u` (tensors that are gathered
+    /// together). If the optimizer states are not sharded and there are several ranks, the whole
+    /// gradient is part of the result.
+    ///
+    /// Collective: every rank must call it after the last round.
+    pub fn finish_gradient(&mut self, u: usize) -> Result<ReducedGradient> {
         for t in self.pending_reductions.drain(..) {
             t.wait()?;
         }
-        let owned = self.owned_trained_len(u);
         if !self.shards[u].unit.has_any_trained() {
-            return Ok(self.allocate_zeros(0));
+            return Ok(ReducedGradient { owned: self.allocate_zeros(0), whole: None });
         }
-        if self.policy.shard_gradients || self.world == 1 {
-            let sum = lock_ignoring_poison(&self.shards[u].grads).finish_sum(self.ops.as_ref());
-            return Ok(sum.unwrap_or_else(|| self.allocate_zeros(owned)));
+        if self.reduces_sums_only() {
+            let reduction = self.whole_gradient_reductions.remove(&u);
+            return reduction.expect("reduce_gradient was called in the last round").wait();
         }
-        let (shards, ops, schedule, policy) =
-            (self.shards.clone(), self.ops.clone(), self.schedule, self.policy);
-        self.queue.run_and_wait(move |comm: &dyn Comm| {
-            let s = &shards[u];
-            let mut whole = lock_ignoring_poison(&s.grads);
-            let partials: Vec<View> = whole.partial_sums().map(|(_, v)| v).collect();
-            let mut sums = policy.new_gradient_sum(owned);
-            let ranges: Vec<Vec<MicroBatchRange>> =
-                (0..schedule.world).map(|rank| list_partial_sum_ranges(policy, schedule, rank)).collect();
-            let partial_counts: Vec<usize> = ranges.iter().map(Vec::len).collect();
-            if let [partial] = partials[..]
-                && can_sum_in_transport(comm, policy, &partial_counts)
-            {
-                let mut sum = ops.zeroed(Dtype::F32, owned);
-                comm.reduce_scatter(sum.view_mut(), partial, &s.trained_counts)?;
-                drop(partials);
-                whole.clear();
-                return Ok(sum);
-            }
-            let sink = &mut |from: usize, index: usize, piece: View| {
-                sums.push_copy(ops.as_ref(), ranges[from][index], piece);
-            };
-            comm.reduce_scatter_ordered(&partials, &partial_counts, &s.trained_counts, sink)?;
-            drop(partials);
-            whole.clear();
-            Ok(sums.finish_sum(ops.as_ref()).unwrap_or_else(|| ops.zeroed(Dtype::F32, owned)))
-        })
+        let sum = lock_ignoring_poison(&self.shards[u].grads).finish_sum(self.ops.as_ref());
+        let owned = sum.unwrap_or_else(|| self.allocate_zeros(self.owned_trained_len(u)));
+        Ok(ReducedGradient { owned, whole: None })
     }
 
-    /// Takes back the buffer of a gradient of parameter unit `u` (tensors that are gathered
-    /// together) that is no longer needed, to reuse its memory.
-    pub fn recycle_gradient_buffer(&self, u: usize, gradient: Buf) {
-        lock_ignoring_poison(&self.shards[u].grads).recycle_buffer(gradient);
+    /// Takes back the buffers of a gradient of parameter unit `u` (tensors that are gathered
+    /// together) that is no longer needed, to reuse their memory.
+    pub fn recycle_gradient(&self, u: usize, gradient: ReducedGradient) {
+        let ReducedGradient { owned, whole } = gradient;
+        let shard = &self.shards[u];
+        let of_shard = if self.reduces_sums_only() { &shard.reduced_grads } else { &shard.grads };
+        lock_ignoring_poison(of_shard).recycle_buffer(owned);
+        whole.into_iter().for_each(|whole| lock_ignoring_poison(&shard.grads).recycle_buffer(whole));
     }
 
-    /// Gathers the summed gradient of parameter unit `u` (tensors that are gathered together) from
-    /// the ranks that own its parts, and returns the whole gradient. `owned` is the gradient of
-    /// this rank's shard, as [`ZeroEngine::finish_gradient`] returns it. Collective: every rank
-    /// must call it.
-    pub fn gather_gradient(&self, u: usize, owned: Buf) -> Result<Buf> {
-        if self.world == 1 {
-            return Ok(owned);
+    /// Gathers the whole gradient of parameter unit `u` (tensors that are gathered together) from
+    /// the ranks that own its parts, unless `gradient` contains it already or there is only one
+    /// rank. Collective: every rank must call it.
+    pub fn gather_gradient(&self, u: usize, mut gradient: ReducedGradient) -> Result<ReducedGradient> {
+        if gradient.whole.is_none() && self.world > 1 {
+            let whole =
+                self.allocate_zeros(self.shards[u].unit.to_trained_range(self.optimizer_range(u)).len());
+            gradient.whole =
+                Some(self.gather_trained_vector(u, std::mem::take(&mut gradient.owned), whole)?);
         }
-        let whole = match self.policy.shard_gradients {
-            // the partial sums of the whole gradient are empty now, so their memory is reused
-            false => lock_ignoring_poison(&self.shards[u].grads).take_buffer(self.ops.as_ref()),
-            true => self.allocate_zeros(self.shards[u].unit.to_trained_range(self.optimizer_range(u)).len()),
-        };
-        self.gather_trained_vector(u, owned, whole)
+        Ok(gradient)
     }
 
     /// Gathers a vector with one element per trained element of parameter unit `u`, such as a
@@ -313,6 +329,37 @@ impl ZeroEngine {
 /// partial sums of the ranks. The result is equal on all ranks.
 fn can_sum_in_transport(comm: &dyn Comm, policy: ShardingPolicy, partial_counts: &[usize]) -> bool {
     policy.sums_in_arrival_order && comm.has_native_reduce_scatter() && partial_counts.iter().all(|n| *n == 1)
+}
+
+/// Reduces the partial sums `sums`, which each rank has of a whole gradient, to the owners of its
+/// elements. Returns the sum of this rank's shard, in a buffer of `reduced`. `counts` are the
+/// lengths of all ranks' shards.
+///
+/// Collective: every rank must call it.
+fn reduce_partial_sums_of_ranks(
+    comm: &dyn Comm,
+    ops: &dyn Ops,
+    policy: ShardingPolicy,
+    schedule: MicroBatchSchedule,
+    (sums, counts): (&MicroBatchSums, &[usize]),
+    reduced: &mut MicroBatchSums,
+) -> Result<Buf> {
+    let partials: Vec<View> = sums.partial_sums().map(|(_, v)| v).collect();
+    let ranges: Vec<Vec<MicroBatchRange>> =
+        (0..schedule.world).map(|rank| list_partial_sum_ranges(policy, schedule, rank)).collect();
+    let partial_counts: Vec<usize> = ranges.iter().map(Vec::len).collect();
+    if let [partial] = partials[..]
+        && can_sum_in_transport(comm, policy, &partial_counts)
+    {
+        let mut sum = reduced.take_buffer(ops);
+        comm.reduce_scatter(sum.view_mut(), partial, counts)?;
+        return Ok(sum);
+    }
+    let sink = &mut |from: usize, index: usize, piece: View| {
+        reduced.push_copy(ops, ranges[from][index], piece);
+    };
+    comm.reduce_scatter_ordered(&partials, &partial_counts, counts, sink)?;
+    Ok(reduced.finish_sum(ops).unwrap_or_else(|| ops.zeroed(Dtype::F32, counts[comm.rank()])))
 }
 
 /// Returns the micro-batch ranges for which the rank `rank` keeps one gradient sum each until the

@@ -154,7 +154,7 @@ pub(crate) fn assert_golden_case(case: &GoldenCase, make: impl Fn(&GoldenCase) -
     assert_tensors_close("logits", &compute_logits(&running, case), &case.tensors["logits"]);
     let mean = (case.spec.batch.global * case.spec.data.seq_len) as f32 / outcome.targets as f32;
     for u in 0..running.trainer.engine.shards.len() {
-        let g = running.trainer.engine.finish_gradient(u).unwrap();
+        let g = running.trainer.engine.finish_gradient(u).unwrap().owned;
         let unit = &running.trainer.engine.shards[u].unit;
         let mut rest = g.host_slice();
         for spec in unit.list_trained_params() {

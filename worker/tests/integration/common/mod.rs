@@ -298,6 +298,7 @@ pub(crate) fn measure_slope_and_gradient_norm(running: &mut RunningTrainer, step
                 .engine
                 .finish_gradient(u)
                 .unwrap()
+                .owned
                 .host_slice()
                 .iter()
                 .map(|g| g * scale)
