@@ -1,5 +1,6 @@
 //! The process of a worker: connects to its agent (launch's process on the host) and to the other
 //! ranks, builds the trainer, resumes, trains, and writes the final weights.
+mod agent_requests;
 mod fault_injection;
 mod gather_weights;
 mod kept_resources;

@@ -7,25 +7,21 @@ mod kept_workers;
 mod kill_request;
 mod previous_controller;
 mod report_log;
+mod supervised_worker;
 mod worker_kills;
 mod worker_stops;
 mod workers;
 
 pub(crate) use actions::{AgentAction, AgentInput, ProcessGroupSignal};
 
-use super::progress::{CollectiveActivity, WorkerProgress};
+use super::progress::CollectiveActivity;
 use crate::leases::HEARTBEAT_INTERVAL;
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::{ReloadValues, ids::Rank};
 use kill_request::KillRequest;
 use previous_controller::PreviousController;
-use protocol::{
-    control::{
-        ExitStatus, FromAgent, HangDetection, HostInventory, HostPlan, SupervisionTerms, ToWorker,
-        WorkerInit, WorkerPeers,
-    },
-    failure::GpuFault,
-    hang::RankEvidence,
+use protocol::control::{
+    FromAgent, HangDetection, HostInventory, HostPlan, SupervisionTerms, ToWorker, WorkerPeers,
 };
 use report_log::ReportLog;
 use std::{
@@ -33,6 +29,7 @@ use std::{
     rc::Rc,
     time::Duration,
 };
+use supervised_worker::SupervisedWorker;
 
 /// The time without a message from a built-in worker after which the agent reports the worker as
 /// failed. The time is long because a worker in a debugger or on a machine that swaps is silent,
@@ -65,53 +62,6 @@ enum AgentState {
     Sweeping,
     /// The agent has requested its exit.
     Exiting,
-}
-
-/// What the agent's state machine knows about one worker of the current attempt (one start of all
-/// workers).
-#[derive(Debug)]
-struct SupervisedWorker {
-    /// Whether the worker runs the built-in runtime instead of a program.
-    builtin: bool,
-    /// The worker's pid; `None` if the process was never started.
-    pid: Option<u32>,
-    /// The first message to a built-in worker. `None` after the message was sent, which happens
-    /// when the worker's hello arrives, and for a program.
-    init: Option<Box<WorkerInit>>,
-    /// Messages to a built-in worker that are held back until `init` was sent.
-    after_init: Vec<ToWorker>,
-    last_message_at: Duration,
-    /// Whether the agent has reported that the worker sent no message for [`WORKER_LEASE`].
-    silence_reported: bool,
-    connection_open: bool,
-    status: Option<ExitStatus>,
-    ended_at: Duration,
-    tail: Option<Vec<String>>,
-    error: Option<String>,
-    /// What the ended worker leaves about its collectives, if torch has detected a hang.
-    timeout: Option<Box<RankEvidence>>,
-    oom: bool,
-    gpu: Option<GpuFault>,
-    progress: WorkerProgress,
-    /// Whether the worker has left the attempt, so that its process waits for the next attempt.
-    has_left: bool,
-    /// Whether the worker runs a program that was asked to stop by `run.stop_signal`, and has not
-    /// got SIGTERM yet.
-    awaits_sigterm: bool,
-}
-
-impl SupervisedWorker {
-    /// Returns whether the worker's process was started, has not been reaped, and takes part in the
-    /// current attempt (one start of all workers).
-    fn is_alive(&self) -> bool {
-        self.pid.is_some() && self.status.is_none() && !self.has_left
-    }
-
-    /// Returns whether the worker has left the current attempt (one start of all workers) and its
-    /// process waits for the next one.
-    fn is_waiting_for_next_attempt(&self) -> bool {
-        self.status.is_none() && self.has_left
-    }
 }
 
 /// The state machine of an agent, which decides how to start, supervise and end workers.

@@ -6,11 +6,11 @@
 use crate::{
     consensus::is_any_true,
     error::{Error, Result, build_thread_start_error},
-    runtime::status_writer::StatusWriter,
+    runtime::{agent_requests::AgentRequests, status_writer::StatusWriter},
     zero::collective_queue::CollectiveQueue,
 };
 use diagnostic::{Diagnostic, codes};
-use jobspec::{ReloadValues, env};
+use jobspec::env;
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use protocol::{
     control::{FromWorker, PROTOCOL_VERSION, ToWorker, WorkerInit, WorkerPeers},
@@ -75,62 +75,6 @@ enum FirstStepReadiness {
     Waiting,
     /// Every rank is ready. A stop request takes effect at the next stop point.
     Training,
-}
-
-/// The requests of the agent (launch's process on the host) that this worker has not handled yet:
-/// to stop, to save, or to apply changed values of the job file. Reloads and saves take effect at
-/// the next step boundary. A stop also ends evaluations and gathers early.
-#[derive(Default)]
-pub(super) struct AgentRequests {
-    stop: AtomicBool,
-    save: AtomicBool,
-    reload_values: Mutex<Option<ReloadValues>>,
-}
-
-impl AgentRequests {
-    /// Records that the agent (launch's process on the host) has requested this worker to save a
-    /// checkpoint and stop.
-    pub(super) fn request_stop(&self) {
-        self.stop.store(true, Relaxed);
-    }
-
-    /// Returns whether the agent (launch's process on the host) has requested this worker to save a
-    /// checkpoint and stop.
-    pub(super) fn is_stop_requested(&self) -> bool {
-        self.stop.load(Relaxed)
-    }
-
-    /// Returns whether the agent (launch's process on the host) has requested a checkpoint since
-    /// the last call, and clears the request.
-    pub(super) fn take_save_request(&self) -> bool {
-        self.save.swap(false, Relaxed)
-    }
-
-    /// Returns whether values of a job file that the user changed during the run were received and
-    /// not applied yet.
-    pub(super) fn has_reload_values(&self) -> bool {
-        self.reload_values.lock().unwrap_or_else(PoisonError::into_inner).is_some()
-    }
-
-    /// Takes the newest received values of a job file that the user changed during the run, or
-    /// returns `None` if there are none.
-    pub(super) fn take_reload_values(&self) -> Option<ReloadValues> {
-        self.reload_values.lock().unwrap_or_else(PoisonError::into_inner).take()
-    }
-
-    /// Discards all requests of the agent (launch's process on the host), because they were for an
-    /// earlier attempt (start of all workers).
-    fn clear(&self) {
-        self.stop.store(false, Relaxed);
-        self.save.store(false, Relaxed);
-        self.take_reload_values();
-    }
-
-    /// Stores values of a job file that the user changed during the run, for the training loop to
-    /// apply before the next step.
-    fn store_reload_values(&self, values: ReloadValues) {
-        *self.reload_values.lock().unwrap_or_else(PoisonError::into_inner) = Some(values);
-    }
 }
 
 /// The worker's end of the connection to its agent (launch's process on the host, which starts and
@@ -307,7 +251,7 @@ impl AgentSession {
     fn dispatch_message(&self, message: ToWorker) {
         match message {
             ToWorker::Stop => self.record_stop_or_exit(),
-            ToWorker::Save => self.requests.save.store(true, Relaxed),
+            ToWorker::Save => self.requests.request_save(),
             ToWorker::Reload(values) => self.requests.store_reload_values(values),
             ToWorker::Abort { reason, keep } => self.call_abort_handlers(&reason, keep),
             ToWorker::Peers(peers) => {

@@ -1,7 +1,8 @@
 //! Tests of stop requests: jobs of several ranks, whose agent the tests play.
 use super::{
+    agent_requests::AgentRequests,
     gather_weights::gather_last_checkpoint_weights,
-    session::{AgentRequests, AgentSession},
+    session::AgentSession,
     training_loop::{HeldOutEval, RunContext, train_until_done},
 };
 use crate::{

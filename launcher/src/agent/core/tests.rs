@@ -2,7 +2,7 @@
 use super::*;
 use jobspec::ControllerLossAction;
 use protocol::{
-    control::{ControllerToken, FromWorker, JobSecretKey, PROTOCOL_VERSION, ToAgent, WorkerPlan},
+    control::{ControllerToken, ExitStatus, FromWorker, JobSecretKey, PROTOCOL_VERSION, ToAgent, WorkerPlan},
     event::WorkerPhase,
     exit::WorkerExit,
 };

@@ -6,6 +6,7 @@
 //! lacks the executable gets it from a host that has it.
 mod hub;
 mod planner;
+mod shared_planner;
 
 pub(super) use hub::{TreeHub, TreeSettings};
 pub(super) use planner::{ExecutableSource, TreePlace};

@@ -1,6 +1,9 @@
 //! [`TreeHub`]: the controller's connection to the agents of a large job, most of which reach the
 //! controller only through other agents that forward their messages.
-use super::planner::{ExecutableSource, TreePlace, TreePlanner};
+use super::{
+    planner::{ExecutableSource, TreePlace, TreePlanner},
+    shared_planner::SharedPlanner,
+};
 use crate::{
     cluster::{
         ssh::connection_progress::ConnectionProgress,
@@ -19,7 +22,7 @@ use std::{
     fmt, io,
     os::unix::net::UnixStream as StdStream,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
     thread,
@@ -38,9 +41,6 @@ const MAX_WAITING_COMMANDS: usize = 1 << 17;
 /// The capacity, in entries, of each channel to the controller's thread for the tree of agents,
 /// such as the channel for messages of agents.
 const CHANNEL_CAPACITY: usize = 1024;
-/// The interval at which a thread that waits for a free place for its agent in the tree of agents
-/// checks whether the start of the agent was canceled.
-const GIVE_UP_CHECK_INTERVAL: Duration = Duration::from_secs(2);
 /// The longest time for which the controller's thread for the tree of agents sleeps if no message
 /// and no deadline wakes it.
 const MAX_SLEEP: Duration = Duration::from_secs(60);
@@ -102,58 +102,6 @@ fn compute_link_lease(host_lease: Duration) -> Duration {
     host_lease / 2
 }
 
-/// The [`TreePlanner`] of the controller behind a mutex, with condition variables that wake threads
-/// after the planner's state has changed.
-///
-/// A change wakes one thread of each kind, and a thread that gets its decision wakes the next one.
-/// So the work for each decision does not depend on the number of threads.
-#[derive(Debug)]
-struct SharedPlanner {
-    planner: Mutex<TreePlanner>,
-    places: Condvar,
-    sources: Condvar,
-}
-
-impl SharedPlanner {
-    /// Locks the planner of the tree of agents, even if another thread has panicked while it held
-    /// the lock.
-    fn lock_planner(&self) -> MutexGuard<'_, TreePlanner> {
-        self.planner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Changes the state of the planner of the tree of agents with the function `change`, and wakes
-    /// all threads that wait for a decision of the planner.
-    fn change_and_wake(&self, change: impl FnOnce(&mut TreePlanner)) {
-        change(&mut self.lock_planner());
-        self.places.notify_one();
-        self.sources.notify_one();
-    }
-
-    /// Blocks until the planner of the tree of agents can decide on a request, such as one for a
-    /// free place, or until the waiter gives up. Checks `is_given_up` every
-    /// [`GIVE_UP_CHECK_INTERVAL`].
-    fn wait_for_decision<T>(
-        &self,
-        changed: &Condvar,
-        mut decide: impl FnMut(&mut TreePlanner) -> Option<T>,
-        is_given_up: impl Fn() -> bool,
-    ) -> Option<T> {
-        let mut planner = self.lock_planner();
-        loop {
-            if is_given_up() {
-                changed.notify_one();
-                return None;
-            }
-            if let Some(decision) = decide(&mut planner) {
-                changed.notify_one();
-                return Some(decision);
-            }
-            let waited = changed.wait_timeout(planner, GIVE_UP_CHECK_INTERVAL);
-            planner = waited.unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
-}
-
 /// The controller's ends of the control connection and of the standard error of an agent that is
 /// being started in the tree of agents.
 pub(crate) struct StartingAgentStreams {
@@ -171,12 +119,7 @@ impl TreeHub {
         getrandom::fill(&mut key)?;
         let token = blake3::keyed_hash(&key, b"launch fetch token").to_hex().to_string();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let planner = TreePlanner::new(settings.width as usize);
-        let planner = Arc::new(SharedPlanner {
-            planner: Mutex::new(planner),
-            places: Condvar::new(),
-            sources: Condvar::new(),
-        });
+        let planner = Arc::new(SharedPlanner::new(TreePlanner::new(settings.width as usize)));
         let (commands, received) = mpsc::channel(MAX_WAITING_COMMANDS);
         let (shared, host_lease) = (planner.clone(), settings.host_lease);
         let run = move || runtime.block_on(HubLoop::new(shared, host_lease).run_event_loop(received));
