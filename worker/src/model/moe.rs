@@ -83,8 +83,8 @@ pub struct RouterLossCoefficients {
 }
 
 /// The results of a layer's router for one micro-batch: for each token, the probabilities, the
-/// selected experts and their weights. A row belongs to one token of the micro-batch. Every buffer
-/// is f32.
+/// weights of the selected experts. A row belongs to one token of the micro-batch. Every buffer is
+/// f32.
 pub struct RouterOutput {
     /// The softmax of the router's logits, `[rows, experts]`.
     pub probs: Buf,
@@ -93,8 +93,6 @@ pub struct RouterOutput {
     pub weights: Buf,
     /// The log-sum-exp of the router's logits, `[rows]`.
     pub lse: Buf,
-    /// The selected experts of each token, `[rows, per_token]`, by descending probability.
-    pub selected_experts: Vec<u32>,
 }
 
 impl RouterOutput {
@@ -105,22 +103,31 @@ impl RouterOutput {
             probs: floats(m * shape.experts),
             weights: floats(m * shape.per_token),
             lse: floats(m),
-            selected_experts: vec![0; m * shape.per_token],
         }
     }
 
     /// Returns the total number of elements of all buffers of a router's output, for micro-batches
     /// of `m` tokens.
     pub fn count_output_elements(shape: ExpertShape, m: usize) -> usize {
-        m * (shape.experts + 2 * shape.per_token + 1)
+        m * (shape.experts + shape.per_token + 1)
     }
 
     /// Computes the router's output from `logits`, `[rows, experts]`: probabilities, and the
     /// experts of each token with their weights. Overwrites `self`.
-    pub(super) fn router_forward(&mut self, ops: &dyn Ops, logits: View, shape: ExpertShape) {
+    ///
+    /// Writes the selected experts of each token, `[rows, per_token]`, by descending probability,
+    /// to `selected_experts`, which is `None` if they are known from an earlier call
+    /// (recomputation).
+    pub(super) fn router_forward(
+        &mut self,
+        ops: &dyn Ops,
+        logits: View,
+        shape: ExpertShape,
+        selected_experts: Option<&mut [u32]>,
+    ) {
         let (probs, weights) = (self.probs.view_mut(), self.weights.view_mut());
         let router = shape.to_router_shape(self.lse.len());
-        ops.router_forward(probs, weights, self.lse.view_mut(), &mut self.selected_experts, logits, router);
+        ops.router_forward(probs, weights, self.lse.view_mut(), selected_experts, logits, router);
     }
 
     /// Computes `dlogits`, `[rows, experts]`, the gradient of the router's logits, from the
@@ -135,7 +142,7 @@ impl RouterOutput {
         let inputs = device::ops::RouterBackwardInputs {
             probs: self.probs.view(),
             lse: self.lse.view(),
-            chosen_experts: &self.selected_experts,
+            chosen_experts: grads.selected_experts,
             balance_grad: grads.balance_grad,
             z_loss_coef: grads.z_loss_coef,
         };
@@ -149,6 +156,8 @@ pub struct RouterBackwardGrads<'a> {
     /// The gradients of the experts' inputs, one row for each token and each of its selected
     /// experts, `[dispatched rows, hidden]`.
     pub rows: View<'a>,
+    /// The selected experts of each token, `[rows, per_token]`.
+    pub selected_experts: &'a [u32],
     /// For each token and each of its selected experts, the index of the token's row in `rows`,
     /// `[rows, per_token]`.
     pub choice_rows: &'a [u32],
@@ -382,11 +391,18 @@ impl RouterStats {
     }
 
     /// Replaces the statistics of one mixture-of-experts layer by those of the current micro-batch,
-    /// computed from the router's output `routing`. Does not wait for a device.
-    pub fn record_layer(&mut self, ops: &dyn Ops, index: usize, routing: &RouterOutput) {
+    /// computed from the router's output `routing` and the experts that it selected. Does not wait
+    /// for a device.
+    pub fn record_layer(
+        &mut self,
+        ops: &dyn Ops,
+        index: usize,
+        routing: &RouterOutput,
+        selected_experts: &[u32],
+    ) {
         let t = &mut self.layers[index];
         t.selection_counts.fill(0);
-        routing.selected_experts.iter().for_each(|&e| t.selection_counts[e as usize] += 1);
+        selected_experts.iter().for_each(|&e| t.selection_counts[e as usize] += 1);
         if !ops.is_host() {
             return self.sum_layer_on_device(ops, index, routing);
         }

@@ -99,6 +99,7 @@ impl MemoryEstimator<'_> {
             None => sum(states),
         };
         let (tensors_label, tensors) = self.count_whole_tensor_elements(policy, rank);
+        let on_host = !self.job.cluster.trains_on_gpus();
         vec![
             ("parameters", bytes * parameters),
             ("master weights", 4 * master_weights),
@@ -108,7 +109,7 @@ impl MemoryEstimator<'_> {
             ("gradients", 4 * self.count_gradient_elements(policy, rank)),
             (tensors_label, 4 * tensors),
             ("activations", ActivationPlan::new(self.model, self.train, self.units).count_bytes()),
-            ("MoE activations", moe::count_moe_buffer_bytes(self.model, self.train, dtype) as u64),
+            ("MoE activations", moe::count_moe_buffer_bytes(self.model, self.train, dtype, on_host) as u64),
             ("MoE collectives", self.count_moe_message_bytes(policy, rank, dtype)),
         ]
     }

@@ -27,6 +27,8 @@ pub struct MoeTrainer {
     router_stats: RouterStats,
     /// The saved activations of each MoE layer. With recomputation, all layers share one set.
     saved: Vec<SavedMoeActivations>,
+    /// The routes of each MoE layer for the current micro-batch, also with recomputation.
+    routes: Vec<LayerRoutes>,
     workspace: MoeScratchBuffers,
     dispatcher: TokenDispatcher,
 }
@@ -34,11 +36,28 @@ pub struct MoeTrainer {
 /// The activations that the forward pass of a mixture-of-experts layer saves for its backward pass.
 struct SavedMoeActivations {
     routing: RouterOutput,
-    send_plan: SendPlan,
-    recv_plan: RecvPlan,
     /// The inputs of this rank's experts, one row for each received token, sorted by expert.
     rows: Buf,
     gate_up: Buf,
+}
+
+/// The experts that one layer's router has selected for a micro-batch, and the token rows that this
+/// rank therefore sends and receives. They are in host memory.
+struct LayerRoutes {
+    /// The selected experts of each token, `[rows, per_token]`, by descending probability.
+    selected_experts: Vec<u32>,
+    send_plan: SendPlan,
+    recv_plan: RecvPlan,
+}
+
+/// What the forward and backward pass of one mixture-of-experts layer use.
+struct MoeLayerParts<'a> {
+    layer: MoeLayerPlan,
+    saved: &'a mut SavedMoeActivations,
+    routes: &'a mut LayerRoutes,
+    workspace: &'a mut MoeScratchBuffers,
+    dispatcher: &'a mut TokenDispatcher,
+    stats: &'a mut RouterStats,
 }
 
 /// Temporary buffers that all mixture-of-experts layers share, and that grow when the routers send
@@ -95,10 +114,13 @@ impl MoeTrainer {
         let (count, coefficients) = (moe.list_moe_layers().count(), moe.router_loss_coefficients());
         let saved = || SavedMoeActivations {
             routing: RouterOutput::new(ops.as_ref(), shape, rows),
-            send_plan: SendPlan::default(),
-            recv_plan: RecvPlan::default(),
             rows: ops.zeroed(dtype, 0),
             gate_up: ops.zeroed(dtype, 0),
+        };
+        let routes = || LayerRoutes {
+            selected_experts: vec![0; rows * shape.per_token],
+            send_plan: SendPlan::default(),
+            recv_plan: RecvPlan::default(),
         };
         let group = placement.list_group_ranks(rank);
         let dispatcher =
@@ -108,6 +130,7 @@ impl MoeTrainer {
             router_stats: RouterStats::new(shape, coefficients, count, rows),
             layers,
             saved: (0..count_saved_activation_sets(count, recompute)).map(|_| saved()).collect(),
+            routes: (0..count).map(|_| routes()).collect(),
             workspace: MoeScratchBuffers::new(ops.as_ref(), dtype),
             dispatcher,
         })
@@ -145,19 +168,17 @@ impl MoeTrainer {
     /// Returns what the forward and backward pass of mixture-of-experts layer number `l` use: the
     /// placement of experts, saved activations and shared buffers. Panics if the layer has no
     /// experts.
-    fn borrow_for_layer(
-        &mut self,
-        l: usize,
-    ) -> (
-        MoeLayerPlan,
-        &mut SavedMoeActivations,
-        &mut MoeScratchBuffers,
-        &mut TokenDispatcher,
-        &mut RouterStats,
-    ) {
+    fn borrow_for_layer(&mut self, l: usize) -> MoeLayerParts<'_> {
         let layer = self.layers[l].clone().expect("a layer with experts");
         let set = layer.index.min(self.saved.len() - 1);
-        (layer, &mut self.saved[set], &mut self.workspace, &mut self.dispatcher, &mut self.router_stats)
+        MoeLayerParts {
+            saved: &mut self.saved[set],
+            routes: &mut self.routes[layer.index],
+            layer,
+            workspace: &mut self.workspace,
+            dispatcher: &mut self.dispatcher,
+            stats: &mut self.router_stats,
+        }
     }
 }
 
@@ -170,20 +191,23 @@ fn count_saved_activation_sets(count: usize, recompute: RecomputeMode) -> usize 
 /// Computes the size in bytes of the buffers for training mixture-of-experts layers, for the memory
 /// estimate.
 ///
-/// `dtype` is the element type of activations. Routers may send all tokens of a group to the
+/// `dtype` is the element type of activations, and `on_host` states whether the buffers are in host
+/// memory, as the routes of tokens always are. Routers may send all tokens of a group to the
 /// experts of one rank. The estimate assumes that a rank receives one and a half times its even
 /// share, which untrained routers typically send.
-pub fn count_moe_buffer_bytes(model: &Model, train: &TrainSpec, dtype: Dtype) -> usize {
+pub fn count_moe_buffer_bytes(model: &Model, train: &TrainSpec, dtype: Dtype, on_host: bool) -> usize {
     let Some(moe) = MoeModel::from_model(model) else { return 0 };
     let (s, parallel) = (moe.expert_shape(), train.experts.expert_parallel_size);
     let rows = train.batch.micro as usize * train.data.seq_len as usize;
-    let sets = count_saved_activation_sets(moe.list_moe_layers().count(), train.recompute);
+    let layers = moe.list_moe_layers().count();
+    let sets = count_saved_activation_sets(layers, train.recompute);
     let sent = rows * s.per_token;
     let came = if parallel > 1 { sent + sent / 2 } else { sent };
-    let kept = 4 * (RouterOutput::count_output_elements(s, rows) + sent * 3)
+    let routes = if on_host { 4 * 4 * sent } else { 0 };
+    let kept = 4 * RouterOutput::count_output_elements(s, rows)
         + came * (s.hidden + 2 * s.intermediate) * dtype.size();
     let workspace = came * ((2 * s.hidden + 4 * s.intermediate) * dtype.size() + 4 * 2) + 4 * 2 * sent;
     // exchanges between ranks need two more buffers for rows and weights
     let exchange = if parallel > 1 { (sent + came) * (s.hidden * dtype.size() + 4) } else { 0 };
-    sets * kept + workspace + exchange
+    layers * routes + sets * kept + workspace + exchange
 }

@@ -33,6 +33,7 @@ fn create_cases() -> Vec<(&'static str, TrainSpec, i64)> {
         7,
     );
     windows.precision = Precision::Bf16;
+    let recomputed = TrainSpec { recompute: RecomputeMode::Block, ..create_moe_train_spec() };
     vec![
         ("a Llama in fp32", create_llama_train_spec(0, Precision::Fp32), 1),
         ("stage 3 in bf16", create_llama_train_spec(3, Precision::Bf16), 1),
@@ -41,6 +42,8 @@ fn create_cases() -> Vec<(&'static str, TrainSpec, i64)> {
         // The host needs the chosen experts of two layers in four micro-batches. Each is one copy
         // to memory that is not pinned, and a call for the stream, which is then idle.
         ("experts", create_moe_train_spec(), 1 + 2 * (2 * 4)),
+        // the backward pass computes the layers again, but does not read the experts again
+        ("recomputed experts", recomputed, 1 + 2 * (2 * 4)),
     ]
 }
 

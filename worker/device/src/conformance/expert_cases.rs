@@ -51,7 +51,7 @@ fn compare_router(backends: &Backends, rng: &mut CaseRng, shape: RouterShape) ->
         |ops, [probs, weights, lse, dlogits, logits, dweights]| {
             let mut chosen = vec![u32::MAX; m * experts_per_token];
             let outputs = (probs.view_mut(), weights.view_mut(), lse.view_mut());
-            ops.router_forward(outputs.0, outputs.1, outputs.2, &mut chosen, logits.view(), shape);
+            ops.router_forward(outputs.0, outputs.1, outputs.2, Some(&mut chosen), logits.view(), shape);
             let buffers = RouterBackwardInputs {
                 probs: probs.view(),
                 lse: lse.view(),

@@ -17,11 +17,16 @@ impl RouterOps for Cpu {
         probs: ViewMut,
         weights: ViewMut,
         lse: ViewMut,
-        chosen_experts: &mut [u32],
+        chosen_experts: Option<&mut [u32]>,
         logits: View,
         shape: RouterShape,
     ) {
         let RouterShape { m, experts, experts_per_token, normalize_weights } = shape;
+        let mut unused_choice = Vec::new();
+        let chosen_experts = chosen_experts.unwrap_or_else(|| {
+            unused_choice.resize(m * experts_per_token, 0);
+            &mut unused_choice
+        });
         let matrices = [("logits", logits.len()), ("probs", probs.len())];
         let lists = [("weights", weights.len()), ("chosen_experts", chosen_experts.len())];
         shape.check_arguments("router_forward", &matrices, &lists, lse.len());

@@ -11,22 +11,24 @@ use crate::ops::{RouterBackwardInputs, RouterOps, RouterShape};
 const MAX_EXPERTS: usize = 1024;
 
 impl RouterOps for Cuda {
-    /// Selects the experts of each token on the GPU, copies the experts' indices to
-    /// `chosen_experts` on the host, and blocks until the copy is complete.
+    /// Selects the experts of each token on the GPU. If `chosen_experts` is `Some`, copies the
+    /// experts' indices to it on the host, and blocks until the copy is complete.
     fn router_forward(
         &self,
         probs: ViewMut,
         weights: ViewMut,
         lse: ViewMut,
-        chosen_experts: &mut [u32],
+        chosen_experts: Option<&mut [u32]>,
         logits: View,
         shape: RouterShape,
     ) {
         let matrices = [("logits", logits.len()), ("probs", probs.len())];
-        let lists = [("weights", weights.len()), ("chosen_experts", chosen_experts.len())];
+        let choices = shape.m * shape.experts_per_token;
+        let chosen_len = chosen_experts.as_ref().map_or(choices, |chosen| chosen.len());
+        let lists = [("weights", weights.len()), ("chosen_experts", chosen_len)];
         shape.check_arguments("router_forward", &matrices, &lists, lse.len());
         let [probs, weights, lse] = [probs, weights, lse].map(|v| f32_gpu_address(v.as_view()));
-        let indices = self.alloc_scratch(size_of_val(chosen_experts));
+        let indices = self.alloc_scratch(choices * size_of::<u32>());
         let RouterShape { experts, experts_per_token: per_token, normalize_weights, .. } = shape;
         let (logits, normalize) = (TensorArg::from(logits), i64::from(normalize_weights));
         let arguments: [&dyn KernelArg; 8] =
@@ -37,8 +39,10 @@ impl RouterOps for Cuda {
             compute_warp_per_row_launch_size(shape),
             &arguments,
         );
-        let chosen = bytemuck::cast_slice_mut(chosen_experts);
-        self.gpu.call_and_record_failure(|| self.gpu.download_blocking(chosen, indices.address()));
+        if let Some(chosen) = chosen_experts {
+            let chosen = bytemuck::cast_slice_mut(chosen);
+            self.gpu.call_and_record_failure(|| self.gpu.download_blocking(chosen, indices.address()));
+        }
     }
 
     fn router_backward(

@@ -11,7 +11,9 @@ pub trait RouterOps {
     /// - `probs[m, experts]` receives the softmax of each row of `logits`.
     /// - `lse[m]` receives the log-sum-exp of each row of `logits`.
     /// - `chosen_experts[m, experts_per_token]` receives the experts with the largest probabilities
-    ///   in descending order; of equal ones the lower index comes first.
+    ///   in descending order; of equal ones the lower index comes first. It is `None` if the caller
+    ///   knows them from an earlier call with the same arguments. Then no backend waits for a
+    ///   device.
     /// - `weights[m, experts_per_token]` receives the factors of the chosen experts' outputs. These
     ///   are the experts' probabilities, divided by their sum over the token's chosen experts if
     ///   [`RouterShape::normalize_weights`] is set.
@@ -20,7 +22,7 @@ pub trait RouterOps {
         probs: ViewMut,
         weights: ViewMut,
         lse: ViewMut,
-        chosen_experts: &mut [u32],
+        chosen_experts: Option<&mut [u32]>,
         logits: View,
         shape: RouterShape,
     );

@@ -50,7 +50,7 @@ fn run_router(cpu: &Cpu, logits: &[f32], s: RouterShape) -> RouterOutput {
     };
     let (probs, weights, lse) =
         ((&mut r.probs[..]).into(), (&mut r.weights[..]).into(), (&mut r.lse[..]).into());
-    cpu.router_forward(probs, weights, lse, &mut r.chosen, logits.into(), s);
+    cpu.router_forward(probs, weights, lse, Some(&mut r.chosen), logits.into(), s);
     r
 }
 

@@ -71,12 +71,14 @@ impl<'a> MoeModel<'a> {
     }
 
     /// Computes the forward pass of a mixture-of-experts layer up to its router: attention, and
-    /// which experts each token selects. Writes the router's output to `routing`.
+    /// which experts each token selects. Writes the router's output to `routing`, and the experts
+    /// to `selected_experts`, unless this is `None` because they are known (recomputation).
     /// [`MoeModel::normed_expert_inputs`] then returns the input rows of the experts.
     pub fn attention_and_router_forward(
         &self,
         input: &LayerInput,
         routing: &mut RouterOutput,
+        selected_experts: Option<&mut [u32]>,
         buffers: &mut LayerBuffers,
     ) {
         let model = self.model;
@@ -88,7 +90,7 @@ impl<'a> MoeModel<'a> {
         let x = norm_in.add_and_norm_forward(residual, input.x, norm, mlp_in_stats);
         let (logits, w) = (router_logits.view_mut(), input.params.slice(model.router_span()));
         ops.matmul_forward(logits, x, w, m, shape.experts, shape.hidden, WriteMode::Overwrite);
-        routing.router_forward(ops, router_logits.view(), shape);
+        routing.router_forward(ops, router_logits.view(), shape, selected_experts);
     }
 
     /// Returns the normalized hidden states that the experts of the current layer receive as input,

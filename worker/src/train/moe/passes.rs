@@ -4,6 +4,7 @@
 //! micro-batch in the round. A rank whose experts receive no rows takes part with empty buffers.
 //! The gradients of experts are computed per micro-batch and summed in the order of the
 //! micro-batches (docs/numerics.md).
+use super::MoeLayerParts;
 use crate::{
     error::Result,
     model::{
@@ -42,7 +43,7 @@ impl Trainer {
     ) -> Result<()> {
         let guard = self.engine.fetch_params(l + 1)?;
         if compute {
-            self.run_attention_and_router_forward(l, &guard);
+            self.run_attention_and_router_forward(l, &guard, false);
         }
         self.engine.release_params(guard);
         let guard = self.engine.fetch_params(unit)?;
@@ -51,18 +52,24 @@ impl Trainer {
         Ok(())
     }
 
-    /// Runs the forward pass of attention and router of a mixture-of-experts layer, and records how
-    /// often each expert was selected.
-    fn run_attention_and_router_forward(&mut self, l: usize, guard: &ParamsGuard) {
+    /// Runs the forward pass of attention and router of a mixture-of-experts layer.
+    ///
+    /// Unless `is_recomputed` is set, also reads which experts the router has selected, for which
+    /// the host waits for a GPU, and records how often each expert was selected. The recomputation
+    /// in the backward pass selects the same experts.
+    fn run_attention_and_router_forward(&mut self, l: usize, guard: &ParamsGuard, is_recomputed: bool) {
         let (Some(x), Some(moe)) = (&mut self.experts, MoeModel::from_model(&self.model)) else { return };
-        let (layer, saved, _, _, stats) = x.borrow_for_layer(l);
+        let MoeLayerParts { layer, saved, routes, stats, .. } = x.borrow_for_layer(l);
         let (ops, batch) = (self.ops.as_ref(), &self.batch);
         let LayerActivations { x, mut buffers, .. } = self.activations.select_layer_buffers(l);
         self.engine.with_params(guard, |params| {
             let input = LayerInput { ops, params, batch, x, layer: l };
-            moe.attention_and_router_forward(&input, &mut saved.routing, &mut buffers);
+            let selected = (!is_recomputed).then_some(&mut routes.selected_experts[..]);
+            moe.attention_and_router_forward(&input, &mut saved.routing, selected, &mut buffers);
         });
-        stats.record_layer(ops, layer.index, &saved.routing);
+        if !is_recomputed {
+            stats.record_layer(ops, layer.index, &saved.routing, &routes.selected_experts);
+        }
     }
 
     /// Sends this rank's token rows to the ranks that have the chosen experts, and runs this rank's
@@ -70,7 +77,8 @@ impl Trainer {
     /// dispatch.
     ///
     /// If `output` is set, also sends the experts' outputs back, and combines those for this rank's
-    /// tokens into the input of the next layer. Otherwise only saves activations (recomputation).
+    /// tokens into the input of the next layer. Otherwise only saves activations along the routes
+    /// of the earlier forward pass (recomputation).
     fn run_experts_forward(
         &mut self,
         l: usize,
@@ -82,22 +90,24 @@ impl Trainer {
             return Ok(());
         };
         let shape = x.shape;
-        let (layer, saved, workspace, dispatcher, _) = x.borrow_for_layer(l);
+        let MoeLayerParts { layer, saved, routes, workspace, dispatcher, .. } = x.borrow_for_layer(l);
         let (w, ops) = (&mut self.activations, self.ops.as_ref());
-        match compute {
-            true => {
-                saved.send_plan.plan_dispatch(&saved.routing.selected_experts, shape.per_token, &layer.order)
+        if output {
+            match compute {
+                true => {
+                    routes.send_plan.plan_dispatch(&routes.selected_experts, shape.per_token, &layer.order)
+                }
+                false => routes.send_plan.reset_to_no_rows(shape.experts),
             }
-            false => saved.send_plan.reset_to_no_rows(shape.experts),
+            routes.recv_plan = dispatcher.exchange_row_counts(&layer, &routes.send_plan)?;
         }
-        saved.recv_plan = dispatcher.exchange_row_counts(&layer, &saved.send_plan)?;
-        let (plan, normed) = ((&saved.send_plan, &saved.recv_plan), moe.normed_expert_inputs(&w.scratch));
-        let tokens = &saved.send_plan.row_tokens;
+        let (plan, normed) = ((&routes.send_plan, &routes.recv_plan), moe.normed_expert_inputs(&w.scratch));
+        let tokens = &routes.send_plan.row_tokens;
         dispatcher.start_dispatch(&layer, plan, ExchangedRowKind::Rows, &mut saved.rows, |to| {
             ops.gather_rows(to, normed, tokens, shape.hidden);
         });
         dispatcher.wait_for_dispatched_rows(plan, ExchangedRowKind::Rows, &mut saved.rows)?;
-        let n = saved.recv_plan.count_rows();
+        let n = routes.recv_plan.count_rows();
         let gate_up = resize_row_buffer(ops, &mut saved.gate_up, n * 2 * shape.intermediate);
         let out = output.then(|| {
             (
@@ -106,7 +116,7 @@ impl Trainer {
             )
         });
         let (ranges, rows) =
-            (saved.recv_plan.compute_expert_ranges(), saved.rows.view().slice(0..n * shape.hidden));
+            (routes.recv_plan.compute_expert_ranges(), saved.rows.view().slice(0..n * shape.hidden));
         self.engine.with_params(guard, |params| {
             experts_forward(ops, shape, &ExpertInputs { params, expert_ranges: &ranges, rows }, gate_up, out);
         });
@@ -117,7 +127,7 @@ impl Trainer {
         let rows = dispatcher.wait_for_combined_rows(plan, ExchangedRowKind::Rows, &workspace.out)?;
         if compute {
             let LayerActivations { y, buffers, .. } = w.select_layer_buffers(l);
-            let places = &saved.send_plan.choice_rows;
+            let places = &routes.send_plan.choice_rows;
             moe.combine_forward(ops, y, rows, places, &saved.routing, buffers.saved);
         }
         Ok(())
@@ -136,7 +146,7 @@ impl Trainer {
         let experts = self.engine.fetch_params(unit)?;
         if self.recompute == RecomputeMode::Block {
             if compute {
-                self.run_attention_and_router_forward(l, &guard);
+                self.run_attention_and_router_forward(l, &guard, true);
             }
             self.run_experts_forward(l, &experts, compute, false)?;
         }
@@ -159,23 +169,23 @@ impl Trainer {
     fn run_experts_backward(&mut self, l: usize, guard: &ParamsGuard) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let shape = x.shape;
-        let (layer, saved, workspace, dispatcher, _) = x.borrow_for_layer(l);
+        let MoeLayerParts { layer, saved, routes, workspace, dispatcher, .. } = x.borrow_for_layer(l);
         let (ops, d, f) = (self.ops.as_ref(), shape.hidden, shape.intermediate);
-        let (plan, tokens) = ((&saved.send_plan, &saved.recv_plan), &saved.send_plan.row_tokens);
+        let (plan, tokens) = ((&routes.send_plan, &routes.recv_plan), &routes.send_plan.row_tokens);
         let dx = self.activations.residual_grad.view();
         dispatcher.start_dispatch(&layer, plan, ExchangedRowKind::Rows, &mut workspace.out, |to| {
             ops.gather_rows(to, dx, tokens, d)
         });
-        let (weights, choices) = (saved.routing.weights.view(), saved.send_plan.list_choices_of_rows());
+        let (weights, choices) = (saved.routing.weights.view(), routes.send_plan.list_choices_of_rows());
         dispatcher.start_dispatch(&layer, plan, ExchangedRowKind::Weights, &mut workspace.weights, |to| {
             ops.gather_rows(to, weights, &choices, 1);
         });
-        let n = saved.recv_plan.count_rows();
+        let n = routes.recv_plan.count_rows();
         let gate_up = saved.gate_up.view().slice(0..n * 2 * f);
         compute_expert_activation(ops, shape, gate_up, resize_row_buffer(ops, &mut workspace.act, n * f));
         dispatcher.wait_for_dispatched_rows(plan, ExchangedRowKind::Rows, &mut workspace.out)?;
         dispatcher.wait_for_dispatched_rows(plan, ExchangedRowKind::Weights, &mut workspace.weights)?;
-        let (of, rows) = (saved.recv_plan.compute_expert_ranges(), saved.rows.view().slice(0..n * d));
+        let (of, rows) = (routes.recv_plan.compute_expert_ranges(), saved.rows.view().slice(0..n * d));
         let back = ExpertBackwardBuffers {
             gate_up,
             dy: workspace.out.view().slice(0..n * d),
@@ -200,11 +210,11 @@ impl Trainer {
     fn reduce_expert_gradients(&mut self, l: usize, unit: usize, round: usize, compute: bool) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let shape = x.shape;
-        let (_, saved, workspace, dispatcher, _) = x.borrow_for_layer(l);
+        let MoeLayerParts { saved, routes, workspace, dispatcher, .. } = x.borrow_for_layer(l);
         let (ops, d, f) = (self.ops.as_ref(), shape.hidden, shape.intermediate);
         let shards = self.engine.shards.clone();
         let expert_unit = &shards[unit].unit;
-        let (n, len) = (saved.recv_plan.count_rows(), expert_unit.len());
+        let (n, len) = (routes.recv_plan.count_rows(), expert_unit.len());
         let given = ExpertGradInputs {
             rows: saved.rows.view().slice(0..n * d),
             dy: workspace.out.view().slice(0..n * d),
@@ -212,7 +222,7 @@ impl Trainer {
             dgate_up: workspace.dgate_up.view().slice(0..n * 2 * f),
         };
         let write = |sender: usize, grads: &mut Buf| {
-            let ranges = saved.recv_plan.compute_expert_ranges_from(sender);
+            let ranges = routes.recv_plan.compute_expert_ranges_from(sender);
             compute_expert_param_gradients(
                 ops,
                 shape,
@@ -245,10 +255,10 @@ impl Trainer {
     /// token in the order of its selected experts.
     fn wait_for_combined_gradients(&mut self, l: usize) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
-        let (_, saved, workspace, dispatcher, _) = x.borrow_for_layer(l);
-        let plan = (&saved.send_plan, &saved.recv_plan);
+        let MoeLayerParts { routes, workspace, dispatcher, .. } = x.borrow_for_layer(l);
+        let plan = (&routes.send_plan, &routes.recv_plan);
         dispatcher.wait_for_combined_rows(plan, ExchangedRowKind::Rows, &workspace.drows)?;
-        let (ops, places) = (self.ops.as_ref(), &saved.send_plan.choice_rows);
+        let (ops, places) = (self.ops.as_ref(), &routes.send_plan.choice_rows);
         let dweights =
             dispatcher.wait_for_combined_rows(plan, ExchangedRowKind::Weights, &workspace.dweights)?;
         ops.gather_rows(resize_row_buffer(ops, &mut workspace.choices, dweights.len()), dweights, places, 1);
@@ -269,16 +279,17 @@ impl Trainer {
         let (Some(x), Some(moe)) = (&mut self.experts, MoeModel::from_model(&self.model)) else {
             return Ok(());
         };
-        let (_, saved, workspace, dispatcher, stats) = x.borrow_for_layer(l);
+        let MoeLayerParts { saved, routes, workspace, dispatcher, stats, .. } = x.borrow_for_layer(l);
         let (balance, z) = stats.compute_loss_gradient(scale);
-        let n = saved.send_plan.row_tokens.len();
+        let n = routes.send_plan.row_tokens.len();
         let back = RouterBackwardGrads {
             rows: dispatcher.wait_for_combined_rows(
-                (&saved.send_plan, &saved.recv_plan),
+                (&routes.send_plan, &routes.recv_plan),
                 ExchangedRowKind::Rows,
                 &workspace.drows,
             )?,
-            choice_rows: &saved.send_plan.choice_rows,
+            selected_experts: &routes.selected_experts,
+            choice_rows: &routes.send_plan.choice_rows,
             dweights: workspace.choices.view().slice(0..n),
             balance_grad: &balance,
             z_loss_coef: z,
