@@ -14,6 +14,7 @@ pub(crate) mod gpu_check;
 pub(crate) mod import;
 mod job_preparation;
 pub(crate) mod logs;
+mod machine_memory;
 pub(crate) mod man;
 pub(crate) mod manifest;
 pub(crate) mod node_role;

@@ -44,6 +44,38 @@ fn run_on_emulated_gpu(job_dir: &JobDirectory, set: &[&str], setting: (&str, &st
     FinishedRun::from_output(&output)
 }
 
+/// Checks that the plan of a job compares the estimated memory with that of the smallest GPU.
+#[test]
+fn a_plan_warns_if_the_gpus_have_too_little_memory() {
+    let job_dir = JobDirectory::new();
+    let set = SMALL_JOB_SETTINGS.iter().chain(&["cluster.devices=cuda", "cluster.workers_per_host=1"]);
+    let set: Vec<&str> = set.flat_map(|s| ["--set", s]).collect();
+    let plan = |memory: u64| -> serde_json::Value {
+        let output = job_dir
+            .launch_command(&["plan", "job.yaml", "--json"])
+            .args(&set)
+            .env("LD_LIBRARY_PATH", emulated_gpu::library_directory())
+            .env("LAUNCH_GPUS", "1")
+            .env("EMULATED_GPU_MEMORY", memory.to_string())
+            .output()
+            .expect("launch starts");
+        assert!(output.status.success(), "{output:?}");
+        let plan: serde_json::Value = serde_json::from_slice(&output.stdout).expect("a plan");
+        assert_eq!(plan["host"]["smallest_gpu_memory"], memory, "{plan}");
+        plan
+    };
+    let warnings = |plan: &serde_json::Value| plan["warnings"].as_array().expect("a list").clone();
+    assert_eq!(warnings(&plan(8 << 30)), [] as [serde_json::Value; 0]);
+    let too_small = plan(1 << 29);
+    let [warning] = &warnings(&too_small)[..] else { panic!("{too_small}") };
+    assert_eq!(warning["code"], "memory-insufficient");
+    let required = &too_small["ranks"][0]["memory"]["total"];
+    let expected = serde_json::json!({
+        "memory": "gpu", "required_bytes": required, "available_bytes": 1 << 29
+    });
+    assert_eq!(warning["fields"], expected);
+}
+
 /// Returns the largest relative difference between the losses of two runs of three steps.
 fn compute_loss_difference(a: &FinishedRun, b: &FinishedRun) -> f64 {
     let losses =

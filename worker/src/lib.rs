@@ -25,5 +25,5 @@ pub mod zero;
 
 pub use data::{SANDBOX_ARGUMENT, run_sandbox};
 pub use gpu_check::{GpuCheckOptions, GpuCheckTask, PartFilter, run_gpu_check};
-pub use preflight::TrainPreflight;
+pub use preflight::{CUDA_CONTEXT_BYTES, TrainPreflight};
 pub use runtime::main;

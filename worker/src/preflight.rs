@@ -24,6 +24,8 @@ mod gradient_memory;
 mod memory_estimator;
 mod parameter_memory;
 
+pub use memory_estimator::CUDA_CONTEXT_BYTES;
+
 // The launcher, which rejects more workers before it starts any, does not depend on crate comm.
 const _: () = assert!(MAX_TRAINING_WORKERS as usize == comm::MAX_WORLD_SIZE);
 
@@ -31,7 +33,7 @@ const _: () = assert!(MAX_TRAINING_WORKERS as usize == comm::MAX_WORLD_SIZE);
 pub struct TrainPreflight;
 
 impl Preflight for TrainPreflight {
-    fn check_gpus(&self, job: &JobSpec) -> diagnostic::Result<()> {
+    fn check_gpus(&self, job: &JobSpec) -> diagnostic::Result<u64> {
         let search = collect_library_search_paths(&job.cluster.cuda_library_paths, &job.run.workdir);
         device::cuda::check_driver_and_libraries(&search).map_err(crate::gpu::to_unusable_gpu_error)
     }

@@ -324,9 +324,9 @@ codes! {
         remedy: "Mount /proc.",
     }
     MEMORY_INSUFFICIENT: Cluster = "memory-insufficient" {
-        summary: "The estimated memory of the workers exceeds the memory of the machine. This is a warning.",
-        cause: "The model, the batch or the optimizer states are too large for the number of hosts.",
-        remedy: "Use a smaller `train.batch.micro`, `train.recompute: block` or a higher `train.zero.stage`.",
+        summary: "The estimated memory of the workers exceeds the memory of the machine or of its smallest GPU. This is a warning.",
+        cause: "The model, the batch or the optimizer states are too large for the number of hosts or GPUs.",
+        remedy: "Use a smaller `train.batch.micro`, `train.recompute: block`, a higher `train.zero.stage` or `train.zero.offload`.",
     }
 
     MEMORY_COPIES_UNPLACED: Cluster = "memory-copies-unplaced" {

@@ -45,9 +45,14 @@ pub struct PreflightReport {
 /// Checks a built-in training job (GPUs, libraries, data, model and memory) before its workers are
 /// started.
 pub trait Preflight: Sync {
-    /// Fails if the built-in training cannot use the GPUs of this machine, for example because a
-    /// CUDA library is missing. The error lists the libraries and directories that were searched.
-    fn check_gpus(&self, job: &JobSpec) -> diagnostic::Result<()>;
+    /// Checks that the built-in training can use the GPUs of this machine, and returns the memory,
+    /// in bytes, of the GPU with the least memory.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the GPUs are not usable, for example because a CUDA library is missing. The error
+    /// lists the libraries and directories that were searched.
+    fn check_gpus(&self, job: &JobSpec) -> diagnostic::Result<u64>;
     /// Opens the libraries that training on GPUs uses on this machine, and returns the result for
     /// each library. The libraries are searched in `directories` first.
     fn inspect_gpu_libraries(&self, directories: &[PathBuf]) -> Vec<LibraryReport>;

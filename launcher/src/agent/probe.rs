@@ -246,8 +246,8 @@ mod tests {
     struct FakePreflight;
 
     impl Preflight for FakePreflight {
-        fn check_gpus(&self, _: &JobSpec) -> diagnostic::Result<()> {
-            Ok(())
+        fn check_gpus(&self, _: &JobSpec) -> diagnostic::Result<u64> {
+            Ok(80 << 30)
         }
 
         fn inspect_gpu_libraries(&self, directories: &[PathBuf]) -> Vec<LibraryReport> {

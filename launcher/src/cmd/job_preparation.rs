@@ -1,6 +1,9 @@
 //! [`prepare_job`]: loads a job, inspects this machine, makes the plan and runs the preflight
 //! checks, for `launch run` and `launch plan`.
-use super::output::invalid_job_error;
+use super::{
+    machine_memory::{MachineMemory, check_machine_memory},
+    output::invalid_job_error,
+};
 use crate::{
     cluster::{ClusterError, HostTarget, find_host_provider},
     discover,
@@ -12,9 +15,12 @@ use clap::Args;
 use diagnostic::{
     Category, Diagnostic,
     codes::{host, job as job_codes},
-    quantity::{format_bytes, format_count},
+    quantity::format_count,
 };
-use jobspec::{JobSource, JobSpec, MinHosts, SourceMap, ids::RunId};
+use jobspec::{
+    JobSource, JobSpec, MinHosts, SourceMap,
+    ids::{Rank, RunId},
+};
 use protocol::{
     control::HostInventory,
     preflight::{Preflight, PreflightReport},
@@ -57,6 +63,9 @@ pub(crate) struct PreparedJob {
     pub(crate) job: JobSpec,
     /// The inventory of this machine.
     pub(crate) inventory: HostInventory,
+    /// The memory in bytes of the smallest GPU of this machine; `None` if the built-in training
+    /// uses no GPU of this machine.
+    pub(crate) gpu_memory: Option<u64>,
     /// The hosts in the order of their ranks.
     pub(crate) hosts: Vec<HostTarget>,
     /// The preliminary plan, which relies on the job's declarations about other hosts. The
@@ -137,10 +146,11 @@ pub(crate) fn prepare_job(
     if !too_few.is_empty() {
         return Err(invalid(too_few));
     }
+    let mut gpu_memory = None;
     if job.train.is_some() && job.cluster.trains_on_gpus() && hosts.iter().any(|host| host.local) {
-        preflight.check_gpus(job).map_err(|error| {
+        gpu_memory = Some(preflight.check_gpus(job).map_err(|error| {
             error.with_category(Category::Cluster).with_help("`cluster.devices: cpu` trains on CPUs")
-        })?;
+        })?);
     }
     let planning: Vec<JobHost> = hosts.iter().map(|host| build_planning_host(host, &inventory)).collect();
     let plan = plan::plan_attempt(job, &planning, run, &Attempt::default()).map_err(invalid)?;
@@ -153,13 +163,25 @@ pub(crate) fn prepare_job(
             return Err(invalid(checked.errors));
         }
         warnings.extend(loaded.add_mistake_locations(checked.warnings.iter().cloned()));
-        // GPU memory is checked where it is allocated.
-        if !job.cluster.trains_on_gpus() {
-            warnings.extend(loaded.add_mistake_locations(check_host_memory(&inventory, &checked)));
-        }
+        let machine = MachineMemory { host: inventory.memory, smallest_gpu: gpu_memory };
+        let local_plans = hosts.iter().zip(&plan.host_plans).filter(|(target, _)| target.local);
+        let local_ranks: Vec<Rank> =
+            local_plans.flat_map(|(_, plan)| plan.workers.iter().map(|worker| worker.rank)).collect();
+        let too_little = check_machine_memory(job, &local_ranks, machine, &checked.memory);
+        warnings.extend(loaded.add_mistake_locations(too_little));
         report = Some(checked);
     }
-    Ok(PreparedJob { job: loaded.job, inventory, hosts, plan, secrets, mlflow, preflight: report, warnings })
+    Ok(PreparedJob {
+        job: loaded.job,
+        inventory,
+        gpu_memory,
+        hosts,
+        plan,
+        secrets,
+        mlflow,
+        preflight: report,
+        warnings,
+    })
 }
 
 /// Discovers the inventory of this machine: its CPUs, GPUs, memory and network addresses.
@@ -198,26 +220,6 @@ fn check_host_counts(job: &JobSpec, hosts: usize) -> Vec<Diagnostic> {
             .with_help("name more hosts, or lower the number")
     };
     exceeded.map(error).collect()
-}
-
-/// Returns a warning if all workers together need more host memory than this machine has. Returns
-/// `None` if the memory suffices or if the memory size of the machine is unknown.
-fn check_host_memory(inventory: &HostInventory, report: &PreflightReport) -> Option<Diagnostic> {
-    let required: u64 = report.memory.iter().map(|m| m.total).sum();
-    if inventory.memory == 0 || required <= inventory.memory {
-        return None;
-    }
-    let message = format!(
-        "the workers need about {} of memory; this machine has {}",
-        format_bytes(required),
-        format_bytes(inventory.memory)
-    );
-    let warning = Diagnostic::warning(host::MEMORY_INSUFFICIENT, message)
-        .with_subject("train")
-        .with_field("required_bytes", required)
-        .with_field("available_bytes", inventory.memory)
-        .with_help("use a smaller `batch.micro`, `recompute: block` or a higher `zero.stage`");
-    Some(warning)
 }
 
 #[cfg(test)]

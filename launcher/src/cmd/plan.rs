@@ -132,6 +132,7 @@ pub(crate) fn render_json(p: &PreparedJob) -> Value {
         },
         "host": {
             "name": host.host, "cpus": host.cpus, "quota": host.quota, "memory": host.memory,
+            "smallest_gpu_memory": p.gpu_memory,
         },
         "parameters": p.preflight.as_ref().map(|v| v.parameters),
         "memory_copies": compute_memory_copy_cost(p).map(|(cost, time)| json!({
@@ -147,6 +148,18 @@ pub(crate) fn render_json(p: &PreparedJob) -> Value {
         "warnings": warnings,
         "job": redact_job_secrets(&p.job).to_key_json(),
     })
+}
+
+/// Describes the memory of this machine, or of its GPUs if the job trains on them, as the end of a
+/// sentence. Returns an empty text if the memory is unknown.
+fn describe_installed_memory(p: &PreparedJob) -> String {
+    match (p.job.cluster.trains_on_gpus(), p.gpu_memory, p.inventory.memory) {
+        (true, Some(memory), _) => {
+            format!("; the smallest GPU of this machine has {}", format_bytes(memory))
+        }
+        (true, None, _) | (false, _, 0) => String::new(),
+        (false, _, memory) => format!("; this machine has {}", format_bytes(memory)),
+    }
 }
 
 /// Returns environment variables as a JSON object, with secret values redacted.
@@ -208,9 +221,8 @@ pub(crate) fn render_text(p: &PreparedJob) -> String {
         let n = report.parameters;
         _ = writeln!(text, "\nmodel: {}, {} parameters", train.model.family, group_digits(n));
         _ = writeln!(text, "ZeRO stage {}, {} samples per step", train.zero.stage, train.batch.global);
-        let (kind, installed) =
-            if p.job.cluster.trains_on_gpus() { ("GPU memory", 0) } else { ("memory", p.inventory.memory) };
-        _ = write!(text, "{}", format_memory_summary(&report.memory, kind, installed));
+        let kind = if p.job.cluster.trains_on_gpus() { "GPU memory" } else { "memory" };
+        _ = write!(text, "{}", format_memory_summary(&report.memory, kind, &describe_installed_memory(p)));
         if let Some((cost, time)) = compute_memory_copy_cost(p) {
             _ = writeln!(text, "{}\n{}", cost.format(), time.format());
         }
@@ -326,10 +338,9 @@ fn add_master_variables(p: &PreparedJob, worker: &WorkerPlan) -> Vec<(String, St
 /// of memory. The last line has the sum of the estimates of all ranks. Returns an empty text if
 /// there are no estimates.
 ///
-/// `kind` is the name of the memory in the text: `memory` or `GPU memory`. `installed` is the
-/// memory of this machine in bytes. If it is 0, the text does not mention the memory of this
-/// machine.
-fn format_memory_summary(estimates: &[MemoryEstimate], kind: &str, installed: u64) -> String {
+/// `kind` is the name of the memory in the text: `memory` or `GPU memory`. `installed` is appended
+/// to the last line, and states the memory of this machine.
+fn format_memory_summary(estimates: &[MemoryEstimate], kind: &str, installed: &str) -> String {
     let mut text = String::new();
     let Some(largest) = estimates.iter().max_by_key(|m| m.total) else { return text };
     let (rank, bytes) = (largest.rank, format_bytes(largest.total));
@@ -338,11 +349,7 @@ fn format_memory_summary(estimates: &[MemoryEstimate], kind: &str, installed: u6
         largest.parts.iter().map(|(name, n)| vec![format!("  {name}"), format_bytes(*n)]).collect();
     text.push_str(&format_table(&rows));
     let total = estimates.iter().map(|m| m.total).sum();
-    let available = match installed {
-        0 => String::new(),
-        installed => format!("; this machine has {}", format_bytes(installed)),
-    };
-    _ = writeln!(text, "{kind} of all ranks: {}{available}", format_bytes(total));
+    _ = writeln!(text, "{kind} of all ranks: {}{installed}", format_bytes(total));
     text
 }
 
@@ -382,7 +389,17 @@ mod tests {
         let plan =
             crate::plan::plan_attempt(&job, &planning, &placeholder_run_id(), &attempt).expect("a plan");
         let secrets = crate::secrets::SecretVariables::default();
-        PreparedJob { job, inventory, hosts, plan, secrets, mlflow: None, preflight: report, warnings }
+        PreparedJob {
+            job,
+            inventory,
+            gpu_memory: None,
+            hosts,
+            plan,
+            secrets,
+            mlflow: None,
+            preflight: report,
+            warnings,
+        }
     }
 
     fn make_preflight_report() -> protocol::preflight::PreflightReport {

@@ -14,7 +14,7 @@ use device::{
     cuda::AttentionBackend,
     ops::{AttentionShape, FP8_COLUMN_MULTIPLE},
 };
-use jobspec::{JobSpec, Precision, TrainSpec};
+use jobspec::{CommBackend, JobSpec, Precision, TrainSpec};
 use protocol::preflight::MemoryEstimate;
 
 /// The memory in bytes that a rank's process needs for the executable, the allocator, thread stacks
@@ -26,6 +26,15 @@ const PROCESS_BYTES: u64 = 18 << 20;
 /// The size in bytes of the buffers, aligned for direct I/O, through which a rank reads and writes
 /// its shard of a checkpoint.
 const CHECKPOINT_BUFFER_BYTES: u64 = 24 << 20;
+
+/// The GPU memory in bytes that is reserved for the CUDA context of a rank's process and for the
+/// code of kernels, which the driver allocates outside of the memory pool. An assumption, which was
+/// not measured.
+pub const CUDA_CONTEXT_BYTES: u64 = 1 << 30;
+/// The GPU memory in bytes that is reserved for the buffers of NCCL, which NCCL allocates outside
+/// of the memory pool. The real number depends on the number of ranks and on the network. An
+/// assumption, which was not measured.
+const NCCL_BYTES: u64 = 3 << 29;
 
 /// Estimates the peak memory of the ranks of a job, from the job, its model and the number of
 /// ranks.
@@ -118,7 +127,17 @@ impl MemoryEstimator<'_> {
     /// bytes.
     fn list_gpu_only_memory(&self) -> Vec<(&'static str, u64)> {
         let (b, t) = self.micro_batch_shape();
-        vec![("logits and operator workspace", self.count_gpu_workspace_bytes(b, t))]
+        let has_own_gpu = self.job.cluster.workers_per_gpu <= 1;
+        let uses_nccl = match self.job.cluster.comm_backend {
+            CommBackend::Auto => self.world > 1 && has_own_gpu,
+            CommBackend::Nccl => true,
+            CommBackend::Host => false,
+        };
+        vec![
+            ("logits and operator workspace", self.count_gpu_workspace_bytes(b, t)),
+            ("CUDA context and kernels", CUDA_CONTEXT_BYTES),
+            ("NCCL buffers", if uses_nccl { NCCL_BYTES } else { 0 }),
+        ]
     }
 
     /// Lists the memory that a rank needs on CPUs but not on a GPU, as purposes, each with its

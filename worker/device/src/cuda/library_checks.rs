@@ -6,14 +6,15 @@ use super::library_search::LibrarySearchPaths;
 use super::{cudnn, matmul, properties};
 use std::path::PathBuf;
 
-/// Fails if the driver shows this process no GPU, or if a library that training on a GPU needs
-/// cannot be opened. Does not open the GPU.
-pub fn check_driver_and_libraries(paths: &LibrarySearchPaths) -> Result<()> {
-    let (driver, _) = properties::check_gpu_and_query_driver_version(paths)?;
-    let paths = paths.with_driver_version(driver);
+/// Checks that the driver shows this process a GPU, and that the libraries that training on a GPU
+/// needs can be opened. Returns the memory, in bytes, of the GPU with the least memory. Does not
+/// open a GPU.
+pub fn check_driver_and_libraries(paths: &LibrarySearchPaths) -> Result<u64> {
+    let (driver, smallest_memory) = properties::query_driver_version_and_smallest_memory(paths)?;
+    let paths = paths.with_driver_version(driver.0);
     paths.open_library(CudaLibrary::Nvrtc)?;
     paths.open_library(CudaLibrary::CublasLt)?;
-    Ok(())
+    Ok(smallest_memory)
 }
 
 /// Returns the name, version and path of each library that training on a GPU needs, or the error of

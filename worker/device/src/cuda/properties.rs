@@ -86,20 +86,38 @@ pub(super) fn query_driver_version(paths: &LibrarySearchPaths) -> Result<((u32, 
     open_driver(paths).map(|(_, version, path)| (split_version(version), path))
 }
 
-/// Fails if the driver shows this process no GPU; otherwise returns the CUDA version that the
-/// installed driver implements.
-pub(super) fn check_gpu_and_query_driver_version(paths: &LibrarySearchPaths) -> Result<(u32, u32)> {
+/// Returns the CUDA version that the installed driver implements, and the memory, in bytes, of the
+/// GPU with the least memory. Fails if the driver shows this process no GPU.
+pub(super) fn query_driver_version_and_smallest_memory(
+    paths: &LibrarySearchPaths,
+) -> Result<((u32, u32), u64)> {
     let (driver, version, _) = open_driver(paths)?;
-    get_device(&driver, 0)?;
-    Ok(split_version(version))
+    let mut smallest = query_total_memory(&driver, get_device(&driver, 0)?)?;
+    for index in 1..count_gpus(&driver)? {
+        smallest = smallest.min(query_total_memory(&driver, get_device(&driver, index)?)?);
+    }
+    Ok((split_version(version), smallest as u64))
+}
+
+/// Returns the number of GPUs that the driver shows this process.
+fn count_gpus(driver: &DriverApi) -> Result<usize> {
+    let mut count = 0;
+    // SAFETY: writes one integer.
+    unsafe { driver.cuDeviceGetCount(&mut count) }?;
+    Ok(count.max(0) as usize)
+}
+
+/// Returns the size of a GPU's memory in bytes.
+fn query_total_memory(driver: &DriverApi, device: CUdevice) -> Result<usize> {
+    let mut bytes = 0;
+    // SAFETY: writes one integer.
+    unsafe { driver.cuDeviceTotalMem_v2(&mut bytes, device) }?;
+    Ok(bytes)
 }
 
 /// Returns the driver's handle of the GPU with number `index`. Fails if there is no such GPU.
 pub(super) fn get_device(driver: &DriverApi, index: usize) -> Result<CUdevice> {
-    let (mut count, mut device) = (0, 0);
-    // SAFETY: writes one integer.
-    unsafe { driver.cuDeviceGetCount(&mut count) }?;
-    let count = count.max(0) as usize;
+    let (count, mut device) = (count_gpus(driver)?, 0);
     if index >= count {
         return Err(CudaError::GpuNotFound { index, count });
     }
@@ -132,12 +150,8 @@ pub(super) fn query_properties(
     use CUdevice_attribute::*;
     let attribute = |which| Ok(query_attribute(driver, device, which)?.max(0) as u32);
     let mut name = [0 as c_char; 256];
-    let mut memory_bytes = 0;
-    // SAFETY: writes at most 256 bytes, terminated by a zero, and one integer.
-    unsafe {
-        driver.cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int, device)?;
-        driver.cuDeviceTotalMem_v2(&mut memory_bytes, device)?;
-    }
+    // SAFETY: writes at most 256 bytes, terminated by a zero.
+    unsafe { driver.cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int, device) }?;
     name[name.len() - 1] = 0;
     Ok(GpuProperties {
         // SAFETY: the last byte is a zero.
@@ -148,7 +162,7 @@ pub(super) fn query_properties(
             attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         ),
         multiprocessor_count: attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
-        memory_bytes,
+        memory_bytes: query_total_memory(driver, device)?,
         shared_memory_per_block: attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
         l2_cache_bytes: attribute(CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize,
         driver_version: split_version(version),
