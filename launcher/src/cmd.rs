@@ -5,6 +5,7 @@ pub(crate) mod check;
 pub(crate) mod ckpt;
 pub(crate) mod completions;
 pub(crate) mod context;
+mod controller_replacement;
 mod dashboard_runs;
 pub(crate) mod drop_in;
 pub(crate) mod events;
@@ -25,6 +26,7 @@ pub(crate) mod ps;
 pub(crate) mod quickstart;
 pub(crate) mod report;
 pub(crate) mod run;
+pub(crate) mod run_args;
 pub(crate) mod sbatch;
 pub(crate) mod schema;
 pub(crate) mod serve;
@@ -42,7 +44,7 @@ use drop_in::OtherLauncher;
 #[derive(Debug, Subcommand)]
 pub(crate) enum LaunchCommand {
     /// Run a job (the default command)
-    Run(run::RunArgs),
+    Run(run_args::RunArgs),
     /// Show the ranks, environment and memory of a job without starting anything
     Plan(job_preparation::JobArgs),
     /// Check every host of a job: connection, GPUs, storage, ports, clocks, network

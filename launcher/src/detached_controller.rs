@@ -69,8 +69,8 @@ pub(crate) fn start_detached_controller(
 }
 
 /// Writes `content` to an unnamed file in memory (memfd), which becomes the standard input of a
-/// detached controller.
-fn create_stdin_file(content: &[u8]) -> io::Result<Stdio> {
+/// controller that this process starts.
+pub(crate) fn create_stdin_file(content: &[u8]) -> io::Result<Stdio> {
     if content.is_empty() {
         return Ok(Stdio::null());
     }

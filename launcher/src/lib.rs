@@ -31,6 +31,7 @@ mod report;
 mod runs;
 mod secret_arguments;
 mod secrets;
+mod supervised_controller;
 #[cfg(test)]
 mod testing;
 pub mod untrusted;

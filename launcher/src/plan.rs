@@ -360,7 +360,7 @@ pub(crate) fn list_device_labels(job: &JobSpec, inventory: &HostInventory, worke
 /// Returns the path of the run directory (the directory of the run's logs and events), which is
 /// built from the working directory and `run.logs.dir`. The names of the job and of the run replace
 /// the placeholders of `run.logs.dir`.
-fn resolve_run_dir(job: &JobSpec, run: &RunId) -> PathBuf {
+pub(crate) fn resolve_run_dir(job: &JobSpec, run: &RunId) -> PathBuf {
     let dir = job.run.logs.dir.replace("{name}", &job.name).replace("{run}", &run.0);
     job.run.workdir.join(dir)
 }

@@ -44,8 +44,8 @@ const NAME_RESTRICTIONS: &[NameRestriction] = &[
         allowed_paths: &["worker/ckpt/src/save/commit.rs", "launcher/src/agent/executable_cache.rs"],
     },
     NameRestriction {
-        description: "only agent/process.rs, cluster/, detached_controller.rs, mig_uuids.rs, sandbox/ and \
-                      part_process.rs start processes; \
+        description: "only agent/process.rs, cluster/, detached_controller.rs, supervised_controller.rs, \
+                      mig_uuids.rs, sandbox/ and part_process.rs start processes; \
                       original_program.rs replaces its own, and core_dumps.rs sets a limit of new ones",
         searched_paths: PRODUCT_DIRECTORIES,
         names: &["Command::new", "process::Command", "fork(", "vfork(", "posix_spawn", "execve", "execv("],
@@ -54,6 +54,7 @@ const NAME_RESTRICTIONS: &[NameRestriction] = &[
             "launcher/src/agent/process/",
             "launcher/src/cluster/",
             "launcher/src/detached_controller.rs",
+            "launcher/src/supervised_controller.rs",
             "launcher/src/discover/accelerators/mig_uuids.rs",
             "launcher/src/cmd/drop_in/original_program.rs",
             "launcher/src/core_dumps.rs",

@@ -7,6 +7,7 @@
 mod batch_jobs;
 mod cluster;
 mod configs;
+mod controller_replacement;
 mod dashboard;
 mod deepspeed;
 mod devices;

@@ -12,6 +12,7 @@ mod attach;
 mod cluster;
 mod packet_capture;
 mod preemption;
+mod replacement;
 mod requeue;
 
 /// Returns the only `failure` event in the output of `launch --json`. Ignores lines of other

@@ -1,6 +1,6 @@
 //! Tests of the command line: defaults, positions of options, help and errors.
 use super::*;
-use crate::cmd::run::RunArgs;
+use crate::cmd::run_args::RunArgs;
 
 /// Parses the command line `launch ARGS…`.
 fn parse_words(args: &[&str]) -> ParsedArgs {

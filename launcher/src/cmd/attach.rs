@@ -1,10 +1,12 @@
 //! `launch attach`: starts another controller for a run whose controller was lost.
 use super::{
     context::CommandContext,
+    controller_replacement::parse_supervised_option,
     job_preparation::discover_inventory,
     output,
     ps::resolve_run,
-    run::{PREPARE_PROGRAM_RESUME_FN, build_hosts_error, find_cluster, parse_detached_option},
+    run::{PREPARE_PROGRAM_RESUME_FN, build_hosts_error, find_cluster},
+    run_args::parse_detached_option,
 };
 use crate::{
     cluster,
@@ -12,7 +14,7 @@ use crate::{
         self, AttachOptions, ControlFile, FilteredHostfile, JournalSummary, RunOptions, RunRequest,
     },
     detached_controller::{DetachedStart, start_detached_controller},
-    mlflow,
+    mlflow::{self, MlflowSettings},
     plan::Plan,
     private_files::open_private_file_for_appending,
     report::command_output,
@@ -24,7 +26,7 @@ use diagnostic::{
     Diagnostic,
     codes::{command, run as run_codes},
 };
-use jobspec::{ControllerLossAction, ids::RunId};
+use jobspec::{ControllerLossAction, JobSpec, ids::RunId};
 use protocol::control::ExitStatus;
 use std::{
     ffi::OsString,
@@ -49,6 +51,9 @@ pub(crate) struct AttachArgs {
     /// Internal: name of the run and descriptor of a detached controller
     #[arg(long, hide = true, value_name = "RUN:FD", conflicts_with = "detach")]
     detached: Option<String>,
+    /// Internal: name of the run and descriptor of a controller that another process supervises
+    #[arg(long, hide = true, value_name = "RUN:FD", conflicts_with_all = ["detach", "detached"])]
+    supervised: Option<String>,
 }
 
 /// Runs `launch attach`: takes over a run whose controller was lost, in this process or, with
@@ -71,6 +76,8 @@ fn take_over_run(args: &AttachArgs, run: Run, context: &CommandContext) -> diagn
     let record = run.record;
     let starter =
         args.detached.as_deref().map(parse_detached_option).transpose()?.map(|(_, starter)| starter);
+    let signals =
+        args.supervised.as_deref().map(parse_supervised_option).transpose()?.map(|(_, signals)| signals);
     let directory = &record.run_dir;
     let control = ControlFile::read(directory).map_err(|error| error.with_subject(&record.run))?;
     let job = controller::read_stored_job(directory)?;
@@ -107,12 +114,7 @@ fn take_over_run(args: &AttachArgs, run: Run, context: &CommandContext) -> diagn
         host_names: Vec::new(),
         warnings: Vec::new(),
     };
-    let mlflow = mlflow::resolve_stored_settings(&job, &record.run_dir).unwrap_or_else(|errors| {
-        let errors: Vec<String> = errors.iter().map(ToString::to_string).collect();
-        let message = format!("launch: MLflow does not record the rest of the run: {}\n", errors.join("; "));
-        command_output::write_message(&message);
-        None
-    });
+    let mlflow = resolve_mlflow_settings(&job, &record.run_dir);
     let options = RunOptions {
         json: context.format.json,
         schema: context.format.schema,
@@ -123,6 +125,7 @@ fn take_over_run(args: &AttachArgs, run: Run, context: &CommandContext) -> diagn
         requeue,
         batch_job: record.batch_job,
         starter,
+        signals,
         job_file: None,
         addresses: control.addresses,
         hostfile: FilteredHostfile::from_job(&job),
@@ -136,6 +139,17 @@ fn take_over_run(args: &AttachArgs, run: Run, context: &CommandContext) -> diagn
         prepare_resume: PREPARE_PROGRAM_RESUME_FN,
     };
     Ok(controller::attach_to_run(request, options, attach))
+}
+
+/// Returns how MLflow records the rest of a run that a new controller takes over. If this is not
+/// possible, prints the reason and returns `None`.
+fn resolve_mlflow_settings(job: &JobSpec, run_dir: &Path) -> Option<MlflowSettings> {
+    mlflow::resolve_stored_settings(job, run_dir).unwrap_or_else(|errors| {
+        let errors: Vec<String> = errors.iter().map(ToString::to_string).collect();
+        let message = format!("launch: MLflow does not record the rest of the run: {}\n", errors.join("; "));
+        command_output::write_message(&message);
+        None
+    })
 }
 
 /// Starts a controller in a separate session, and blocks until the controller has taken over the

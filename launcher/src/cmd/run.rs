@@ -1,25 +1,29 @@
 //! `launch run`: prepares a job and runs the job's controller.
 use super::{
     context::CommandContext,
+    controller_replacement::{parse_supervised_option, run_with_replaced_controllers},
     job_preparation::{JobLoadRequest, LoadedJob, PreparedJob, prepare_job},
     node_role::{NodeArgs, NodeRole, choose_role},
     output::{self, OutputFormat},
+    run_args::{
+        RunArgs, build_controller_args, create_run_id, draw_random_bits, encode_overrides,
+        parse_detached_option, read_overrides_from_stdin,
+    },
 };
 use crate::{
     cluster::{self, Cluster, ClusterError},
     controller,
-    detached_controller::{DetachedStart, StartNotifier, start_detached_controller},
+    detached_controller::{DetachedStart, start_detached_controller},
     private_files::{create_private_dir, open_private_file_for_appending},
     report::command_output,
 };
-use clap::Args;
 use diagnostic::{
     Category, Diagnostic,
     codes::{command, host, run as run_codes},
 };
 use jobspec::{
     ControllerLossAction, JobArgument, JobSource, JobSpec, env, hide_secret_values, hosts::RendezvousAddress,
-    ids::RunId, make_job_name,
+    make_job_name,
 };
 use protocol::{
     control::ExitStatus,
@@ -27,11 +31,8 @@ use protocol::{
     failure::FailureReason,
 };
 use std::{
-    ffi::OsString,
     fs,
-    hash::{BuildHasher, RandomState},
-    io::{self, Read},
-    path::{Path, PathBuf},
+    path::Path,
     time::{Duration, Instant, SystemTime},
 };
 
@@ -39,56 +40,6 @@ use std::{
 /// checkpoint to the world size of the job.
 pub(super) const PREPARE_PROGRAM_RESUME_FN: controller::ResumePreparer =
     super::ckpt::program_resume::prepare_program_resume;
-
-/// Arguments of `launch run`.
-#[derive(Debug, Default, Args)]
-#[command(
-    override_usage = "launch [run] [OPTIONS] JOB\n       launch [run] [OPTIONS] -- PROGRAM [ARGUMENT]…"
-)]
-pub(crate) struct RunArgs {
-    /// Job file
-    #[arg(value_name = "JOB", required_unless_present = "command", conflicts_with = "command")]
-    pub(crate) job: Option<PathBuf>,
-    /// Set a key of the job to a YAML value, such as --set train.steps=50; repeatable
-    #[arg(long, value_name = "PATH=VALUE")]
-    pub(crate) set: Vec<String>,
-    /// Internal: read the values of `--set` from standard input
-    #[arg(long, hide = true, requires = "detached", conflicts_with = "set")]
-    pub(crate) set_from_stdin: bool,
-    /// Number of workers of the program after `--`, on this machine or on each node [default: the
-    /// variable PET_NPROC_PER_NODE, else 1]
-    #[arg(
-        long,
-        visible_alias = "nproc-per-node",
-        alias = "nproc_per_node",
-        value_name = "N",
-        conflicts_with = "job",
-        value_parser = clap::value_parser!(u32).range(1..=1024)
-    )]
-    pub(crate) workers: Option<u32>,
-    #[command(flatten)]
-    pub(crate) node: NodeArgs,
-    /// Program to run as workers without a job file, and its arguments
-    #[arg(last = true, value_name = "PROGRAM")]
-    pub(crate) command: Vec<OsString>,
-    /// In a Slurm batch job: save and requeue the job before its time limit, and requeue the job
-    /// when a node is lost; at most `slurm.requeues` times
-    #[arg(long, requires = "job")]
-    pub(crate) requeue: bool,
-    /// Return when the workers have started; the job continues without this terminal
-    #[arg(long, conflicts_with = "dry_run")]
-    pub(crate) detach: bool,
-    /// Internal: name of the run and descriptor of a detached controller
-    #[arg(long, hide = true, value_name = "RUN:FD", conflicts_with = "detach")]
-    pub(crate) detached: Option<String>,
-    /// Give this terminal to rank 0, so that `breakpoint()` works; the same as
-    /// `--set run.terminal=0`
-    #[arg(long, conflicts_with_all = ["detach", "detached"])]
-    pub(crate) pdb: bool,
-    /// Print the plan and the job with all defaults, and start nothing
-    #[arg(long)]
-    pub(crate) dry_run: bool,
-}
 
 /// Runs `launch run`: runs a job in this process, starts a detached run or, with `--dry-run`,
 /// prints the plan. Prints errors and returns the exit code.
@@ -131,8 +82,12 @@ fn run_or_detach_job(
             super::plan::print_dry_run_plan(&request, context)
         }
         NodeRole::Alone(request) if args.detach => start_detached_run(args, &request, context, began),
+        NodeRole::Alone(request) if args.replace_controller => {
+            run_with_replaced_controllers(args, &request, context)
+        }
         NodeRole::Alone(request) => run_controller(args, &request, context),
-        _ if args.detach || args.detached.is_some() => Err(build_detach_error()),
+        _ if args.replace_controller => Err(build_outliving_run_error("--replace-controller")),
+        _ if args.detach || args.detached.is_some() => Err(build_outliving_run_error("--detach")),
         NodeRole::Controller { request, fallback } => {
             match (run_controller(args, &request, context), fallback) {
                 (Err(error), Some(address)) if error.code() == host::JOIN_ADDRESS_IN_USE => {
@@ -164,11 +119,13 @@ fn join_run_as_node(
     cluster::join_run(&LoadedJob::load(request)?.job, address, node_rank)
 }
 
-/// Creates the error that `--detach` cannot be used on nodes that join.
-fn build_detach_error() -> Diagnostic {
-    let message = "`--detach` cannot be used on nodes that join, because a run must not outlive node 0";
+/// Creates the error that `option`, with which a run outlives its controller, cannot be used on
+/// nodes that join.
+fn build_outliving_run_error(option: &str) -> Diagnostic {
+    let message =
+        format!("`{option}` cannot be used on nodes that join, because a run must not outlive node 0");
     Diagnostic::error(host::JOIN_OPTION_UNSUPPORTED, message)
-        .with_subject("--detach")
+        .with_subject(option)
         .with_help("start launch in the background of each node, for example with `nohup`")
 }
 
@@ -276,7 +233,7 @@ fn start_detached_run(
         .and_then(|()| open_private_file_for_appending(&console))
         .map_err(|e| output::path_error(run_codes::RUN_DIRECTORY_UNWRITABLE, "cannot write", &console, &e))?;
     let started = start_detached_controller(
-        |fd| build_controller_args(args, &run, fd, context.verbosity),
+        |fd| build_controller_args(args, "--detached", &run, fd, context.verbosity),
         &encode_overrides(&args.set),
         file,
     )
@@ -311,62 +268,6 @@ fn start_detached_run(
     }
 }
 
-/// Returns the command-line arguments for the process of a detached controller (`launch run
-/// --detach`). `fd` is the descriptor of the pipe through which the controller reports that the job
-/// has started.
-fn build_controller_args(args: &RunArgs, run: &RunId, fd: i32, verbosity: u8) -> Vec<OsString> {
-    let mut words: Vec<OsString> = vec!["run".into()];
-    words.extend((0..verbosity).map(|_| "--verbose".into()));
-    words.extend((!args.set.is_empty()).then(|| "--set-from-stdin".into()));
-    words.extend(["--detached".into(), format!("{run}:{fd}").into()]);
-    words.extend(args.requeue.then(|| "--requeue".into()));
-    if let Some(job) = &args.job {
-        // With `./` in front, a file whose name begins with a dash is not an option.
-        words.push(Path::new(".").join(job).into());
-        return words;
-    }
-    words.extend(args.workers.iter().flat_map(|n| ["--workers".into(), n.to_string().into()]));
-    words.push("--".into());
-    words.extend(args.command.iter().cloned());
-    words
-}
-
-/// Encodes the overrides of `--set` as text for the standard input of a detached controller. In
-/// contrast to arguments, standard input is not shown in lists of processes.
-fn encode_overrides(overrides: &[String]) -> Vec<u8> {
-    overrides.join("\0").into_bytes()
-}
-
-/// Reads the overrides of `--set` from standard input, in the process of a detached controller.
-fn read_overrides_from_stdin(args: &RunArgs) -> diagnostic::Result<Vec<String>> {
-    if !args.set_from_stdin {
-        return Ok(args.set.clone());
-    }
-    let mut text = String::new();
-    io::stdin().read_to_string(&mut text).map_err(|error| {
-        let message = "`--set-from-stdin` is an internal option of launch";
-        Diagnostic::error(command::DETACHED_ARGUMENT_INVALID, message)
-            .with_cause(&error)
-            .with_help("use `--set`")
-    })?;
-    Ok(text.split('\0').map(str::to_owned).collect())
-}
-
-/// Parses the internal option `--detached RUN:FD`, with the run ID and a pipe inherited from
-/// `launch run --detach`. Returns the ID of the run, and the inherited pipe through which the
-/// controller reports that the job has started.
-pub(super) fn parse_detached_option(text: &str) -> diagnostic::Result<(RunId, StartNotifier)> {
-    let invalid = || {
-        let message = "`--detached` is an internal option of launch";
-        Diagnostic::error(command::DETACHED_ARGUMENT_INVALID, message).with_help("use `--detach`")
-    };
-    let (run, fd) = text.rsplit_once(':').ok_or_else(invalid)?;
-    let is_name = !run.is_empty() && run.chars().all(|c| c.is_ascii_alphanumeric() || c == '-');
-    let fd = fd.parse().ok().filter(|_| is_name).ok_or_else(invalid)?;
-    let notifier = StartNotifier::from_inherited_fd(fd).map_err(|e| invalid().with_cause(&e))?;
-    Ok((RunId(run.to_owned()), notifier))
-}
-
 /// Prepares the job and runs the controller of the job in this process. Blocks until the run ends
 /// and returns the exit code of the run.
 fn run_controller(
@@ -376,12 +277,19 @@ fn run_controller(
 ) -> diagnostic::Result<u8> {
     let CommandContext { format, preflight, .. } = *context;
     let mut command_line = context.command_line.clone();
-    let (run, starter) = match args.detached.as_deref().map(parse_detached_option).transpose()? {
-        Some((run, starter)) => (run, Some(starter)),
-        None => (create_run_id(SystemTime::now(), draw_random_bits()), None),
+    let detached = args.detached.as_deref().map(parse_detached_option).transpose()?;
+    let supervised = args.supervised.as_deref().map(parse_supervised_option).transpose()?;
+    let (run, starter, signals) = match (detached, supervised) {
+        (Some((run, starter)), _) => (run, Some(starter), None),
+        (None, Some((run, signals))) => (run, None, Some(signals)),
+        (None, None) => (create_run_id(SystemTime::now(), draw_random_bits()), None, None),
     };
-    if let Some(at) = command_line.iter().position(|word| word == "--detached") {
-        command_line.drain(at..(at + 2).min(command_line.len()));
+    for (internal, instead) in
+        [("--detached", None), ("--supervised", Some("--replace-controller".to_owned()))]
+    {
+        if let Some(at) = command_line.iter().position(|word| word == internal) {
+            command_line.splice(at..(at + 2).min(command_line.len()), instead);
+        }
     }
     if let Some(at) = command_line.iter().position(|word| word == "--set-from-stdin") {
         let overrides = args.set.iter().map(|set| format!("--set={}", hide_secret_values(set)));
@@ -389,20 +297,23 @@ fn run_controller(
     }
     let PreparedJob { job, inventory, hosts, mut plan, warnings, secrets, mlflow, .. } =
         prepare_job(request, &run, preflight)?;
-    super::terminal_check::check_terminal(&job, &plan, &hosts, starter.is_some())?;
+    let outlives_controller = starter.is_some() || signals.is_some();
+    super::terminal_check::check_terminal(&job, &plan, &hosts, outlives_controller)?;
     // The controller reports the warnings, so that the journal contains them too.
     plan.warnings = warnings;
     let prepare_resume = PREPARE_PROGRAM_RESUME_FN;
     prepare_resume(&job, &mut plan)?;
     let cluster = find_cluster(&job)?;
     let transport = cluster.transport(&job).map_err(build_hosts_error)?;
-    // A run without a terminal outlives its controller.
-    let default = if starter.is_some() {
+    let default = if outlives_controller {
         ControllerLossAction::Continue
     } else {
         cluster.default_controller_loss_action()
     };
     let on_controller_loss = job.run.on_controller_loss.unwrap_or(default);
+    if signals.is_some() && on_controller_loss == ControllerLossAction::Stop {
+        return Err(build_replacement_conflict_error());
+    }
     let requeue = if args.requeue { cluster::find_batch_job(&job)? } else { None };
     let batch_job = cluster::identify_batch_job(&command_line)?;
     let job_file = match &request.source {
@@ -422,11 +333,21 @@ fn run_controller(
         requeue,
         batch_job,
         starter,
+        signals,
         job_file,
         addresses: Vec::new(),
         hostfile,
     };
     Ok(controller::run_job(request, options))
+}
+
+/// Creates the error that `--replace-controller` contradicts the job, which ends with its
+/// controller.
+fn build_replacement_conflict_error() -> Diagnostic {
+    let message = "`--replace-controller` needs a job that outlives its controller";
+    Diagnostic::error(command::USAGE, message)
+        .with_subject("--replace-controller")
+        .with_help("remove `run.on_controller_loss: stop` from the job, or the option")
 }
 
 /// Returns the provider of the hosts of a job, such as a hostfile, Slurm, or nodes on which the
@@ -441,19 +362,6 @@ pub(super) fn build_hosts_error(error: ClusterError) -> Diagnostic {
     error.into_diagnostic(|mistakes| {
         output::invalid_job_error("the list of hosts", mistakes).with_category(Category::Cluster)
     })
-}
-
-/// Creates the ID of a run from the time `now` in UTC and 16 random bits, such as
-/// `20261120-223145-7f3a`.
-fn create_run_id(now: SystemTime, random: u16) -> RunId {
-    let now = jiff::Timestamp::try_from(now).unwrap_or(jiff::Timestamp::UNIX_EPOCH);
-    RunId(format!("{}-{random:04x}", now.strftime("%Y%m%d-%H%M%S")))
-}
-
-/// Draws 16 random bits for the ID of a run, from the random seed of the standard library's hash
-/// maps.
-fn draw_random_bits() -> u16 {
-    RandomState::new().hash_one(std::process::id()) as u16
 }
 
 /// Prints the events that a detached run recorded in its journal as JSON lines, after the run has

@@ -51,6 +51,7 @@ use crate::{
     report::{self, Reporter},
     runs,
     secrets::SecretVariables,
+    supervised_controller::ForwardedSignals,
     usage_metrics::UsageMetricsSchedule,
 };
 use diagnostic::{Diagnostic, codes};
@@ -206,6 +207,8 @@ struct ControllerDriver {
     /// Notifies the process that started this detached controller, once all workers of an attempt
     /// are running. `None` after the notification, and for a run in the foreground.
     starter: Option<StartNotifier>,
+    /// The signals that the process which supervises this controller passes on.
+    forwarded_signals: Option<ForwardedSignals>,
     /// The number of workers of this attempt that are not running yet.
     not_started: u32,
     core: ControllerCore,
@@ -363,6 +366,7 @@ impl ControllerDriver {
             watched_job_file: options.job_file,
             hostfile: options.hostfile,
             starter: options.starter,
+            forwarded_signals: options.signals,
             not_started: 0,
             clock: RunningClock::start(),
             mlflow_settings: options.mlflow,
@@ -492,7 +496,7 @@ impl ControllerDriver {
         // On nodes that join, the controller may itself be in the step that Slurm ends.
         let announcements =
             SignalAnnouncements { usr1: self.requeue.is_some(), term: cluster::sigterm_announces_job_end() };
-        SignalReceiver::install(self.job.run.signals, announcements)
+        SignalReceiver::install(self.job.run.signals, announcements, self.forwarded_signals.as_ref())
             .map_err(|error| build_setup_error("cannot catch signals").with_cause(&error))
     }
 }

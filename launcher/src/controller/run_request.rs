@@ -7,6 +7,7 @@ use crate::{
     mlflow::MlflowSettings,
     plan::Plan,
     secrets::SecretVariables,
+    supervised_controller::ForwardedSignals,
 };
 use jobspec::{ControllerLossAction, JobSpec, hosts::HostAddress};
 use protocol::{
@@ -60,6 +61,9 @@ pub(crate) struct RunOptions {
     /// Notifies the `launch` process that started this detached controller, once all workers are
     /// running. `None` for a run in the foreground.
     pub(crate) starter: Option<StartNotifier>,
+    /// The signals that the process which supervises this controller passes on; `None` for a
+    /// controller that reacts to the signals that it receives itself.
+    pub(crate) signals: Option<ForwardedSignals>,
     /// The job file to watch for changes while the job runs; `None` to watch no job file.
     pub(crate) job_file: Option<JobFile>,
     /// The addresses of hosts that were added while the job ran under an earlier controller.

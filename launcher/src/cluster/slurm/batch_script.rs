@@ -11,7 +11,7 @@ use diagnostic::{
     Diagnostic,
     codes::{command, job as job_codes},
 };
-use jobspec::{HostSelection, JobSpec, SlurmSpec, hide_secret_values};
+use jobspec::{ControllerLossAction, HostSelection, JobSpec, SlurmSpec, hide_secret_values};
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -47,6 +47,9 @@ pub(super) fn build_batch_script(request: SubmitRequest<'_>) -> Result<BatchScri
         path_to_script_text(&resolve_absolute_path(job_file)?)?,
         "--requeue".to_owned(),
     ];
+    if job.run.on_controller_loss != Some(ControllerLossAction::Stop) {
+        words.push("--replace-controller".to_owned());
+    }
     words.extend(set.iter().map(|set| format!("--set={set}")));
     if let Some(hidden) = set.iter().map(|set| hide_secret_values(set)).find(|hidden| !set.contains(hidden)) {
         let message = format!("the batch script would contain the secret of `--set {hidden}`");
