@@ -80,15 +80,17 @@ fn measure_color_sequence(text: &str) -> Option<usize> {
 
 /// Replaces each unprintable character in the text of a JSON document by its `\uXXXX` escape, so
 /// that the document can be printed and keeps its values. Keeps the line breaks and tabs between
-/// values.
+/// values, and replaces carriage returns, which are only valid between values, by spaces.
 pub fn escape_unprintable_in_json(json: &str) -> Cow<'_, str> {
-    let is_escaped = |c: char| is_unprintable(c) && !matches!(c, '\n' | '\r' | '\t');
+    let is_escaped = |c: char| is_unprintable(c) && !matches!(c, '\n' | '\t');
     if !json.contains(is_escaped) {
         return Cow::Borrowed(json);
     }
     let mut escaped = String::with_capacity(json.len() + 16);
     for c in json.chars() {
-        if is_escaped(c) {
+        if c == '\r' {
+            escaped.push(' ');
+        } else if is_escaped(c) {
             for unit in c.encode_utf16(&mut [0; 2]) {
                 _ = write!(escaped, "\\u{unit:04x}");
             }

@@ -134,8 +134,10 @@ fn build_checked_model(
         resolve_model_section(&train.model.resolve_paths(workdir), vocab, train.data.seq_len).map_err(one)?;
     let mut model = model::build_model_with_router_losses(&spec, &train.experts, train.data.seq_len)
         .map_err(|e| {
-            let key = if spec.from.is_some() { "train.model.from" } else { "train.model.family" };
-            one(Diagnostic::from(e).with_subject(key))
+            one(match &spec.from {
+                Some(directory) => e.into_diagnostic_of_file(directory).with_subject("train.model.from"),
+                None => Diagnostic::from(e).with_subject("train.model.family"),
+            })
         })?;
     let lora = train.lora.as_ref().map(|l| l.resolve_paths(workdir));
     let train = TrainSpec { lora: resolve_lora_section(lora.as_ref()).map_err(one)?, ..train.clone() };

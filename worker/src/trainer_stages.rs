@@ -1,6 +1,7 @@
 //! Builds the trainer of a rank in four stages, each a separate type with only those methods that
 //! are possible at this stage. The stages are [`ResolvedSpec`], [`BuiltModel`], [`ShardedModel`],
 //! [`UninitializedTrainer`] and [`RunningTrainer`].
+mod host_memory;
 mod initial_values;
 mod resolve;
 
@@ -26,6 +27,7 @@ use crate::{
 use comm::Comm;
 use device::{Buf, Ops, storage::Event};
 use diagnostic::Diagnostic;
+use host_memory::check_parameters_fit;
 use initial_values::initialise_unit;
 use jobspec::{Precision, TrainSpec};
 use std::sync::Arc;
@@ -111,6 +113,9 @@ impl BuiltModel {
         let micro_batches = (train.batch.global / train.batch.micro) as usize;
         let (zero, weights) = (&train.zero, ParamDtypes::for_job(&train));
         let retention = (zero.prefetch as usize, zero.max_live_parameters);
+        if ops.is_host() {
+            check_parameters_fit(&units, policy, queue.comm().world_size(), weights)?;
+        }
         let engine = ZeroEngine::new(units, policy, micro_batches, retention, weights, queue, ops.clone())?;
         let mut model = self.model;
         model.move_constants_to_device(ops.as_ref());

@@ -45,6 +45,11 @@ codes! {
         cause: "The model belongs to another family, or has a head for another task than text generation.",
         remedy: "Use a supported architecture (docs/models.md), or run your own program with `run.command`.",
     }
+    MODEL_TOO_LARGE: Job = "model-too-large" {
+        summary: "The model has more tensors or parameters than launch supports.",
+        cause: "The numbers of layers and experts or the widths are wrong, for example in a damaged config.json.",
+        remedy: "Correct the sizes in `train.model` or in config.json.",
+    }
     MODEL_FAMILY_UNKNOWN: Job = "model-family-unknown" {
         summary: "`train.model.family` is not the name of a model family.",
         cause: "The name is misspelled, or the family is not supported.",

@@ -57,7 +57,7 @@ fn invalid_override_error(span: SourceSpan, message: impl Into<String>) -> Value
 /// the user. `path` is the documented path of the key, if known.
 fn override_diagnostic(sources: &SourceMap, path: Option<&str>, error: ValueError) -> Diagnostic {
     let code = error.code;
-    let mut list = error.into_diagnostics(sources, path, "`--set` ").into_iter();
+    let mut list = error.into_diagnostics(sources, path, "`--set` ");
     list.next().unwrap_or_else(|| Diagnostic::error(code, code.info().summary))
 }
 

@@ -23,7 +23,7 @@ use crate::{
     report::command_output,
 };
 use clap::Args;
-use diagnostic::{Category, Diagnostic, codes::command};
+use diagnostic::{Category, Diagnostic, codes::command, terminal_text::filter_line};
 use jobspec::{AcceleratorKind, Document, DocumentSyntax, env, read_input_file};
 use original_program::{exec_original_program, find_python};
 use protocol::control::HostInventory;
@@ -105,7 +105,8 @@ pub(crate) fn run(
     let pid_file = launcher == OtherLauncher::Deepspeed && requests_pid_file(&words);
     let ImportedJob { job, notes, nodes } = convert_to_job(launcher, &words, &machine)?;
     let node = convert_nodes_to_args(nodes);
-    command_output::write_message(&notes.iter().map(|note| format!("{note}\n")).collect::<String>());
+    let lines = notes.iter().map(|note| format!("{}\n", filter_line(&note.to_string())));
+    command_output::write_message(&lines.collect::<String>());
     let pid_file = if pid_file { Some(PidFile::create()?) } else { None };
     let code = run_command_line_job(job, node, context);
     drop(pid_file);

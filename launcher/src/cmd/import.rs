@@ -10,7 +10,7 @@ use crate::{
     report::command_output,
 };
 use clap::{Args, Subcommand};
-use diagnostic::{Category, Diagnostic, codes::command};
+use diagnostic::{Category, Diagnostic, codes::command, terminal_text::filter_line};
 use jobspec::{Document, DocumentSyntax};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -69,7 +69,8 @@ pub(crate) fn run(args: ImportArgs, context: &CommandContext) -> diagnostic::Res
         return print_json(&json!({ "job": job, "notes": notes }));
     }
     let code = print_file_text(&job)?;
-    command_output::write_message(&notes.iter().map(|note| format!("{note}\n")).collect::<String>());
+    let lines = notes.iter().map(|note| format!("{}\n", filter_line(&note.to_string())));
+    command_output::write_message(&lines.collect::<String>());
     Ok(code)
 }
 

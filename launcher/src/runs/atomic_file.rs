@@ -1,10 +1,11 @@
 //! Writes files of a run directory such that a crash leaves either the old or the new content.
 //! Reads files only if no other user can have written them.
 use crate::private_files::{PRIVATE_FILE_MODE, open_own_file_without_links};
+use nix::unistd::geteuid;
 use std::{
     fs::{self, File, OpenOptions},
     io::{self, Read, Write},
-    os::unix::fs::OpenOptionsExt,
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
 };
 
@@ -22,13 +23,28 @@ pub(crate) fn replace_file_without_sync(directory: &Path, name: &str, bytes: &[u
     fs::rename(&temporary, directory.join(name))
 }
 
-/// Replaces, atomically and durably, the file at `path`, which the user has named as the
-/// destination of a command's output. `mode` has the permissions of the file, such as
-/// [`PRIVATE_FILE_MODE`].
+/// Writes `bytes` to `path`, which the user has named as the destination of a command's output.
+///
+/// A regular file is replaced, atomically and durably, by a file with the permissions `mode`, such
+/// as [`PRIVATE_FILE_MODE`]. A device or a pipe is written to, and not replaced by a file. So is
+/// the destination of a link such as `/dev/stdout`, unless the link belongs to another user.
 pub(crate) fn replace_output_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+    if is_written_in_place(path) {
+        return OpenOptions::new().write(true).truncate(true).open(path)?.write_all(bytes);
+    }
     let name = path.file_name().and_then(|name| name.to_str());
     let name = name.ok_or_else(|| io::Error::other("the path does not end with the name of a file"))?;
     write_with_mode(path.parent().unwrap_or(Path::new("/")), name, bytes, mode)
+}
+
+/// Returns whether `path` is a device, a pipe or a link of this user or of root, which output must
+/// not replace.
+fn is_written_in_place(path: &Path) -> bool {
+    let Ok(found) = fs::symlink_metadata(path) else { return false };
+    match found.is_symlink() {
+        true => [0, geteuid().as_raw()].contains(&found.uid()),
+        false => !found.is_file() && !found.is_dir(),
+    }
 }
 
 /// Replaces the content of the file `name` in `directory` by `bytes`, atomically and durably, and
@@ -67,4 +83,28 @@ pub(crate) fn read_private_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> 
         return Err(io::Error::other(format!("the file is longer than {limit} bytes")));
     }
     Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn output_replaces_files_and_not_pipes_or_links() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = |name: &str| dir.path().join(name);
+        let write = |name: &str| replace_output_file(&path(name), b"new", PRIVATE_FILE_MODE);
+        fs::write(path("file"), "previous content").expect("a file");
+        fs::write(path("target"), "previous content").expect("a file");
+        std::os::unix::fs::symlink(path("target"), path("link")).expect("a link");
+        nix::unistd::mkfifo(&path("pipe"), nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
+        let pipe = path("pipe");
+        let reader = std::thread::spawn(move || fs::read(pipe));
+        ["file", "link", "pipe"].iter().for_each(|name| write(name).expect("written"));
+        assert_eq!(reader.join().expect("a thread").expect("bytes"), b"new");
+        assert_eq!(fs::read(path("file")).expect("a file"), b"new");
+        assert_eq!(fs::read(path("target")).expect("a file"), b"new");
+        assert!(fs::symlink_metadata(path("link")).expect("a link").is_symlink());
+        assert!(write(".").is_err(), "a directory");
+    }
 }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::{
     ffi::OsString,
-    fs::{self, File},
+    fs::{self, File, OpenOptions},
     io::{self, Read, Write},
     path::Path,
 };
@@ -139,8 +139,12 @@ fn read_report_bytes(path: &Path) -> io::Result<Vec<u8>> {
 }
 
 /// Writes `bytes` to a new file and renames it to `path`, so that the file at `path` has its old or
-/// its new content after a crash or power loss.
+/// its new content after a crash or power loss. A device, a pipe or a link, such as `/dev/stdout`,
+/// is written to, and not replaced by a file.
 fn replace_file_atomically(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    if fs::symlink_metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir()) {
+        return OpenOptions::new().write(true).truncate(true).open(path)?.write_all(bytes);
+    }
     let mut name = path.file_name().map(OsString::from).unwrap_or_default();
     name.push(format!(".{}.new", std::process::id()));
     let new = path.with_file_name(name);

@@ -102,6 +102,16 @@ pub enum ModelError {
         /// The model type of that architecture.
         expected: &'static str,
     },
+    /// The model has too many tensors or parameters.
+    #[error("the model has {count} {quantity}, of at most {limit}")]
+    TooLarge {
+        /// What there are too many of, such as `tensors`.
+        quantity: &'static str,
+        /// The number.
+        count: u128,
+        /// The largest supported number.
+        limit: u128,
+    },
     /// The job names a model family that does not exist.
     #[error("unknown model family `{family}`")]
     FamilyUnknown {
@@ -197,6 +207,26 @@ impl ModelError {
     }
 }
 
+impl ModelError {
+    /// Converts this error about the config.json in `directory` to a diagnostic that names the
+    /// file.
+    pub fn into_diagnostic_of_file(self, directory: &Path) -> Diagnostic {
+        let names_file = matches!(
+            self,
+            ModelError::ConfigUnreadable { .. }
+                | ModelError::ConfigTooLarge { .. }
+                | ModelError::ConfigMalformed { .. }
+        );
+        let diagnostic = Diagnostic::from(self);
+        if names_file {
+            return diagnostic;
+        }
+        let path = directory.join("config.json").display().to_string();
+        let message = format!("{path}: {}", diagnostic.message());
+        diagnostic.with_message(message).with_field("path", path)
+    }
+}
+
 impl From<ModelError> for Diagnostic {
     fn from(e: ModelError) -> Self {
         let error = |code: Code| Diagnostic::error(code, e.to_string());
@@ -243,6 +273,10 @@ impl From<ModelError> for Diagnostic {
                     .with_field("architecture", *architecture)
                     .with_field("expected", *expected)
             }
+            ModelError::TooLarge { quantity, count, limit } => error(codes::MODEL_TOO_LARGE)
+                .with_field("quantity", *quantity)
+                .with_field("count", count.to_string())
+                .with_field("limit", limit.to_string()),
             ModelError::FamilyUnknown { family, supported } => error(codes::MODEL_FAMILY_UNKNOWN)
                 .with_field("family", family.as_str())
                 .with_field("supported", supported.clone()),

@@ -30,6 +30,7 @@ impl ModelFamily {
         let fields = HfConfigFields::new(hf_config);
         let config = (self.read_config)(&fields)?;
         fields.reject_unknown_keys()?;
+        config.check_total_size()?;
         Ok(Model::new(config, self.key_names, hf_config, tokens))
     }
 

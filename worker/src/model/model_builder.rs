@@ -123,3 +123,40 @@ pub fn build_model(spec: &ModelSpec, seq_len: u32) -> Result<Model> {
     }
     family.build_model(&config, seq_len as usize)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Checks that sizes which are in their ranges are rejected if the model of them is huge. The
+    /// test would otherwise need gigabytes of memory.
+    #[test]
+    fn a_model_with_too_many_tensors_or_parameters_is_rejected() {
+        let find_excess = |sizes: &str| {
+            let text = format!("train: {{model: {{vocab_size: 257, {sizes}}}, data: {{files: [a.txt]}}}}");
+            let source = jobspec::JobSource::Text { name: "job.yaml".into(), text };
+            let (job, _, _) = jobspec::load_job(source, &[]).expect("a job");
+            let mut spec = job.train.expect("a section").model;
+            spec.max_position_embeddings = 64;
+            match build_model(&spec, 64) {
+                Err(ModelError::TooLarge { quantity, .. }) => quantity,
+                Err(error) => panic!("{error}"),
+                Ok(_) => "",
+            }
+        };
+        let experts = "family: qwen3_moe, hidden_size: 16, moe_intermediate_size: 16, num_experts_per_tok: 2";
+        assert_eq!(
+            find_excess(&format!("{experts}, num_hidden_layers: 4096, num_experts: 65536")),
+            "tensors"
+        );
+        let wide = "family: llama, hidden_size: 1048576, intermediate_size: 4194304, num_hidden_layers: 4096";
+        assert_eq!(find_excess(&format!("{wide}, num_attention_heads: 8192, head_dim: 128")), "parameters");
+        // The tables of the rotary embedding are not computed here.
+        assert_eq!(
+            find_excess(
+                "family: llama, hidden_size: 16, num_attention_heads: 2, num_key_value_heads: 2, head_dim: 65536"
+            ),
+            ""
+        );
+    }
+}

@@ -7,6 +7,7 @@ use super::{
 };
 use device::{Buf, Ops, View};
 use serde_json::{Map, Value};
+use std::sync::OnceLock;
 
 /// The frequencies of a rotary embedding: the base `theta`, and how they are scaled for longer
 /// sequences.
@@ -256,45 +257,54 @@ impl Llama3Scaling {
 }
 
 /// Tables of cos and sin for rotary embedding, for every position and pair of elements of a head,
-/// `[positions, head_dim/2]` each.
+/// `[positions, head_dim/2]` each. They are computed before their first use, because a model whose
+/// memory is only estimated needs none.
 pub(super) struct RopeTables {
-    cos: Buf,
-    sin: Buf,
-    half_head_dim: usize,
+    rope: RopeConfig,
+    positions: usize,
+    head_dim: usize,
+    cos_and_sin: OnceLock<(Buf, Buf)>,
 }
 
 impl RopeTables {
-    /// Computes the tables of cos and sin of the rotary embedding `rope` for positions below
-    /// `positions`.
-    pub(super) fn new(rope: &RopeConfig, positions: usize, head_dim: usize) -> Self {
-        let half_head_dim = head_dim / 2;
-        let (mut cos, mut sin) =
-            (Buf::zeroed(positions * half_head_dim), Buf::zeroed(positions * half_head_dim));
-        let factor = rope.cos_sin_factor();
+    /// Creates the tables of cos and sin of the rotary embedding `rope` for positions below
+    /// `positions`, without computing them.
+    pub(super) fn new(rope: RopeConfig, positions: usize, head_dim: usize) -> Self {
+        RopeTables { rope, positions, head_dim, cos_and_sin: OnceLock::new() }
+    }
+
+    /// Computes the tables of cos and sin in host memory.
+    fn compute(&self) -> (Buf, Buf) {
+        let half_head_dim = self.head_dim / 2;
+        let len = self.positions * half_head_dim;
+        let (mut cos, mut sin) = (Buf::zeroed(len), Buf::zeroed(len));
+        let factor = self.rope.cos_sin_factor();
         for i in 0..half_head_dim {
-            let inverse = rope.compute_frequency(i, head_dim);
-            for pos in 0..positions {
+            let inverse = self.rope.compute_frequency(i, self.head_dim);
+            for pos in 0..self.positions {
                 let angle = f64::from(pos as f32 * inverse);
                 cos.host_slice_mut()[pos * half_head_dim + i] = angle.cos() as f32 * factor;
                 sin.host_slice_mut()[pos * half_head_dim + i] = angle.sin() as f32 * factor;
             }
         }
-        RopeTables { cos, sin, half_head_dim }
+        (cos, sin)
     }
 
     /// Moves the tables of cos and sin to the device of `ops`. Does nothing if the device is the
     /// host.
     pub(super) fn move_to_device(&mut self, ops: &dyn Ops) {
         if !ops.is_host() {
-            (self.cos, self.sin) =
-                (ops.clone_to_device(self.cos.view()), ops.clone_to_device(self.sin.view()));
+            let (cos, sin) = self.compute();
+            let on_device = (ops.clone_to_device(cos.view()), ops.clone_to_device(sin.view()));
+            self.cos_and_sin = OnceLock::from(on_device);
         }
     }
 
     /// Returns the tables of cos and sin for the first `t` positions, `[t, head_dim/2]` each.
     pub(super) fn slice_first_positions(&self, t: usize) -> (View<'_>, View<'_>) {
-        let n = t * self.half_head_dim;
-        (self.cos.view().slice(0..n), self.sin.view().slice(0..n))
+        let n = t * (self.head_dim / 2);
+        let (cos, sin) = self.cos_and_sin.get_or_init(|| self.compute());
+        (cos.view().slice(0..n), sin.view().slice(0..n))
     }
 }
 

@@ -21,7 +21,7 @@ pub(crate) fn resolve_model_section(
     let mut resolved = spec.clone();
     if let Some(directory) = &spec.from {
         let config = model::read_model_config_summary(directory)
-            .map_err(|e| Diagnostic::from(e).with_subject(MODEL_FROM_KEY))?;
+            .map_err(|e| e.into_diagnostic_of_file(directory).with_subject(MODEL_FROM_KEY))?;
         resolved.family = config.family.into();
         (resolved.vocab_size, resolved.max_position_embeddings) = (config.vocab_size, config.max_positions);
     }

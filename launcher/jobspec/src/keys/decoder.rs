@@ -193,9 +193,10 @@ impl JobDecoder {
             "" => (None, "the job ".to_owned()),
             _ => (Some(path), format!("`{path}` ")),
         };
-        for diagnostic in error.into_diagnostics(&self.sources, subject, &prefix) {
-            self.push_error(diagnostic);
-        }
+        let room = MAX_ERRORS.saturating_sub(self.errors.len());
+        let diagnostics: Vec<Diagnostic> =
+            error.into_diagnostics(&self.sources, subject, &prefix).take(room).collect();
+        diagnostics.into_iter().for_each(|diagnostic| self.push_error(diagnostic));
     }
 
     /// Reports an error about the key `path` other than a malformed value, such as a conflict with

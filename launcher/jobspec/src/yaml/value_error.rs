@@ -122,12 +122,21 @@ impl ValueError {
 
     /// Converts this error and the errors that were merged into it to diagnostics. Each message
     /// begins with `prefix`, which is empty or ends with a space. `subject` is the path of the key.
-    pub(crate) fn into_diagnostics(
-        self,
-        sources: &SourceMap,
-        subject: Option<&str>,
-        prefix: &str,
-    ) -> Vec<Diagnostic> {
+    /// An error is converted when the iterator reaches it, because a job may have many.
+    pub(crate) fn into_diagnostics<'a>(
+        mut self,
+        sources: &'a SourceMap,
+        subject: Option<&'a str>,
+        prefix: &'a str,
+    ) -> Box<dyn Iterator<Item = Diagnostic> + 'a> {
+        let others = std::mem::take(&mut self.others);
+        let others =
+            others.into_iter().flat_map(move |error| error.into_diagnostics(sources, subject, prefix));
+        Box::new(std::iter::once_with(move || self.into_diagnostic(sources, subject, prefix)).chain(others))
+    }
+
+    /// Converts this error without the errors that were merged into it.
+    fn into_diagnostic(self, sources: &SourceMap, subject: Option<&str>, prefix: &str) -> Diagnostic {
         let mut diagnostic = Diagnostic::error(self.code, format!("{prefix}{}", self.format_message()))
             .with_location(sources.locate_span(self.span));
         if let Some(subject) = subject {
@@ -140,20 +149,17 @@ impl ValueError {
             ValueMistake::Missing { expected } => diagnostic.with_field("expected", expected),
             ValueMistake::Other(_) => diagnostic,
         };
-        if let Some(help) = self.help {
-            diagnostic = diagnostic.with_help(help);
+        match self.help {
+            Some(help) => diagnostic.with_help(help),
+            None => diagnostic,
         }
-        let others = self.others.into_iter();
-        std::iter::once(diagnostic)
-            .chain(others.flat_map(|error| error.into_diagnostics(sources, subject, prefix)))
-            .collect()
     }
 
     /// Converts an error about the job file as a whole, such as a YAML syntax error, to a
     /// diagnostic without the name of a key.
     pub(crate) fn into_diagnostic_without_key(self, sources: &SourceMap) -> Diagnostic {
         let code = self.code;
-        let mut list = self.into_diagnostics(sources, None, "").into_iter();
+        let mut list = self.into_diagnostics(sources, None, "");
         list.next().unwrap_or_else(|| Diagnostic::error(code, code.info().summary))
     }
 }

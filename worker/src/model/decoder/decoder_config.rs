@@ -3,7 +3,7 @@
 use super::decoder_moe_config::DecoderMoeConfig;
 use crate::{
     model::{
-        error::Result,
+        error::{ModelError, Result},
         hf_config::{ConfigKeyNames, HfConfigFields, into_object_entries, invalid_value_error},
         model_sizes::ModelSizes,
         rotary_embedding::RopeConfig,
@@ -212,7 +212,37 @@ pub(in crate::model) struct DecoderConfig {
     pub(in crate::model) moe: Option<DecoderMoeConfig>,
 }
 
+/// The largest number of tensors of a model. A description of each tensor is in memory.
+const MAX_TENSORS: u128 = 1 << 19;
+/// The largest number of parameters of a model. Numbers of bytes and operations that are computed
+/// from it do not overflow.
+const MAX_PARAMETERS: u128 = 1 << 46;
+/// The largest number of tensors of a layer that are not part of an expert.
+const MAX_DENSE_TENSORS_PER_LAYER: u128 = 24;
+
 impl DecoderConfig {
+    /// Fails if the model has too many tensors or parameters. Each size alone is in its range, but
+    /// a hostile config.json may combine large ones.
+    pub(in crate::model) fn check_total_size(&self) -> Result<()> {
+        let wide = |size: usize| size as u128;
+        let ModelSizes { vocab, hidden, layers, .. } = self.sizes;
+        let (experts, expert_elements) = self.moe.as_ref().map_or((0, 0), |moe| {
+            let shape = moe.shape;
+            (wide(shape.experts), 3 * wide(shape.intermediate) * wide(shape.hidden) + wide(shape.hidden))
+        });
+        let head_widths = wide(self.sizes.heads) + wide(self.sizes.kv_heads);
+        let attention = 2 * wide(hidden) * head_widths * wide(self.sizes.head_dim);
+        let mlp = 3 * wide(hidden) * wide(self.intermediate_size);
+        let per_layer = attention + mlp + experts * expert_elements;
+        let parameters = wide(layers) * per_layer + 2 * wide(vocab) * wide(hidden);
+        let tensors = wide(layers) * (MAX_DENSE_TENSORS_PER_LAYER + 3 * experts);
+        let limits = [("tensors", tensors, MAX_TENSORS), ("parameters", parameters, MAX_PARAMETERS)];
+        match limits.into_iter().find(|(_, count, limit)| count > limit) {
+            Some((quantity, count, limit)) => Err(ModelError::TooLarge { quantity, count, limit }),
+            None => Ok(()),
+        }
+    }
+
     /// Reads those keys of config.json that all decoder families share, and checks that their
     /// values are consistent.
     pub(in crate::model) fn from_fields(fields: &HfConfigFields) -> Result<Self> {

@@ -81,7 +81,7 @@ impl Model {
         hf_config: &Map<String, Value>,
         tokens: usize,
     ) -> Self {
-        let tables = |rope| RopeTables::new(&rope, tokens, config.sizes.head_dim);
+        let tables = |rope| RopeTables::new(rope, tokens, config.sizes.head_dim);
         let active_expert_elements = |l: usize| match &config.moe {
             Some(moe) if config.is_moe_layer(l) => moe.shape.per_token * moe.shape.expert_len(),
             _ => 0,
