@@ -305,12 +305,8 @@ fn run_controller(
     prepare_resume(&job, &mut plan)?;
     let cluster = find_cluster(&job)?;
     let transport = cluster.transport(&job).map_err(build_hosts_error)?;
-    let default = if outlives_controller {
-        ControllerLossAction::Continue
-    } else {
-        cluster.default_controller_loss_action()
-    };
-    let on_controller_loss = job.run.on_controller_loss.unwrap_or(default);
+    let default = cluster.default_controller_loss_action();
+    let on_controller_loss = choose_controller_loss_action(&job, outlives_controller, default);
     if signals.is_some() && on_controller_loss == ControllerLossAction::Stop {
         return Err(build_replacement_conflict_error());
     }
@@ -348,6 +344,23 @@ fn build_replacement_conflict_error() -> Diagnostic {
     Diagnostic::error(command::USAGE, message)
         .with_subject("--replace-controller")
         .with_help("remove `run.on_controller_loss: stop` from the job, or the option")
+}
+
+/// Returns what the agents of a run do when its controller is lost: the value of
+/// `run.on_controller_loss`, or its default. By default, a detached or supervised run outlives its
+/// controller. A
+/// run with `run.terminal` does not, because its rank uses the terminal of the controller.
+/// `provider` is the default of the hosts' provider for other runs.
+fn choose_controller_loss_action(
+    job: &JobSpec,
+    outlives_controller: bool,
+    provider: ControllerLossAction,
+) -> ControllerLossAction {
+    job.run.on_controller_loss.unwrap_or(match (job.run.terminal, outlives_controller) {
+        (Some(_), _) => ControllerLossAction::Stop,
+        (None, true) => ControllerLossAction::Continue,
+        (None, false) => provider,
+    })
 }
 
 /// Returns the provider of the hosts of a job, such as a hostfile, Slurm, or nodes on which the
@@ -464,6 +477,21 @@ mod tests {
             let job = load_program_job(&words, workers);
             prop_assert_eq!(job.run.command, Some(words.iter().map(|w| (*w).to_owned()).collect()));
             prop_assert_eq!(job.cluster.workers_per_host, jobspec::WorkersPerHost::Exactly(workers));
+        }
+    }
+
+    #[test]
+    fn a_run_that_uses_a_terminal_ends_with_its_controller() {
+        use ControllerLossAction::{Continue, Stop};
+        let mut job = load_program_job(&["true"], 1);
+        for (terminal, is_detached, provider, expected) in [
+            (None, false, Stop, Stop),
+            (None, true, Stop, Continue),
+            (None, false, Continue, Continue),
+            (Some(0), false, Continue, Stop),
+        ] {
+            job.run.terminal = terminal;
+            assert_eq!(choose_controller_loss_action(&job, is_detached, provider), expected);
         }
     }
 

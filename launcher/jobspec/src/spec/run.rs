@@ -188,8 +188,17 @@ const WRAP_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command
 const CONTAINER_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])
     .with_message("`{key}` contains only programs; the built-in training runs without a container")];
 
-/// The rule that rejects the key `run.terminal` in the built-in training, which reads no input.
-const TERMINAL_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])];
+/// The rules that reject the key `run.terminal` in the built-in training, which reads no input, and
+/// in a job whose workers continue without their controller, to which the terminal belongs.
+const TERMINAL_RULES: &[Rule] = &[
+    Rule::no_effect(&[Condition::NotGiven("run.command")]),
+    Rule::conflict(&[Condition::OneOf("run.on_controller_loss", &["continue"])])
+        .with_message(
+            "`{key}` gives a rank the terminal of the controller, without which the rank cannot continue as \
+             `run.on_controller_loss: continue` requires",
+        )
+        .with_help("remove one of them"),
+];
 
 /// The rule that warns about `run.logs.show`, which has no effect in a job with `run.terminal`
 /// because the terminal belongs to one rank.
@@ -242,10 +251,12 @@ fn wrappers_type() -> ValueType<Vec<WrapSpec>> {
 const LEASE_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local"])]).into_warning()];
 
-/// The rule that warns about `run.controller_timeout` in a job with `run.on_controller_loss: stop`,
-/// whose workers do not wait for a new controller.
-const CONTROLLER_TIMEOUT_RULES: &[Rule] =
-    &[Rule::no_effect(&[Condition::OneOf("run.on_controller_loss", &["stop"])]).into_warning()];
+/// The rules that warn about `run.controller_timeout` in jobs whose workers do not wait for a new
+/// controller: those with `run.on_controller_loss: stop` or `run.terminal`.
+const CONTROLLER_TIMEOUT_RULES: &[Rule] = &[
+    Rule::no_effect(&[Condition::OneOf("run.on_controller_loss", &["stop"])]).into_warning(),
+    Rule::no_effect(&[Condition::Given("run.terminal")]).into_warning(),
+];
 
 section! {
     /// The settings of workers' logs and of the console.
