@@ -159,6 +159,12 @@ mod tests {
     use super::*;
 
     #[test]
+    fn command_lines_are_quoted_for_a_shell() {
+        let words = ["launch", "my job.yaml", "--set", "a=it's", ""].map(String::from);
+        assert_eq!(quote_shell_words(&words), r"launch 'my job.yaml' --set 'a=it'\''s' ''");
+    }
+
+    #[test]
     fn long_lists_of_hosts_are_shortened() {
         let list = |n: usize| format_hosts(&(0..n).map(|i| format!("h{i}")).collect::<Vec<_>>());
         assert_eq!(list(0), "");

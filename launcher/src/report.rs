@@ -13,6 +13,7 @@ mod line_rate_limit;
 mod loss_curve;
 mod report_item;
 mod reporter;
+mod resume_command;
 mod top;
 mod view;
 

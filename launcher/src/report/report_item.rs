@@ -2,7 +2,7 @@
 //! thread that shows the run to the user. Also defines the options and the summary of a run that
 //! the thread shows.
 use crate::worker_end::PeerWorkerEnd;
-use jobspec::ids::Rank;
+use jobspec::{ResumeFrom, ids::Rank};
 use protocol::event::{Event, EventSchema, WorkerPhase};
 use std::path::PathBuf;
 
@@ -41,11 +41,12 @@ pub(crate) struct RunSummary {
     /// How those ranks ended that were not the root cause of a failure.
     pub(crate) peers: Vec<PeerWorkerEnd>,
     pub(crate) run_dir: PathBuf,
-    /// The command line of the run.
-    pub(crate) command: String,
-    /// Whether the same command line resumes from the newest checkpoint, as `resume.from: auto`
-    /// does.
-    pub(crate) resumes_from_newest: bool,
+    /// The words of the run's command line.
+    pub(crate) command: Vec<String>,
+    /// `resume.from` of the job: the checkpoint from which the same command line resumes.
+    pub(crate) resume_from: ResumeFrom,
+    /// Whether the run has saved a checkpoint, also under an earlier controller.
+    pub(crate) has_checkpoint: bool,
     pub(crate) seconds: f64,
 }
 

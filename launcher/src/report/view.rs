@@ -7,6 +7,7 @@ use super::{
     line_rate_limit::{LineDecision, LineRateLimit},
     loss_curve::LossCurve,
     report_item::{ReportConfig, ReportItem, RunSummary},
+    resume_command::format_resume_command,
 };
 use crate::{
     format::{format_number, format_phases, format_rank_label, format_ranks, group_ranks_by_value},
@@ -384,11 +385,9 @@ impl RunView {
             .map(|(step, path)| format!("  checkpoint   {} (step {step})", path.display()));
         let files = Some(format!("  run files    {}", summary.run_dir.display()));
         let is_resumable = self.config.builtin && (self.has_failed || summary.stopped);
-        // A job that began with `resume.from: never`, or with a given checkpoint, would do so
-        // again.
-        let is_new_start = self.checkpoint.is_some() && !summary.resumes_from_newest;
-        let resume_from = if is_new_start { " --set resume.from=auto" } else { "" };
-        let resume = is_resumable.then(|| format!("  resume with  {}{resume_from}", summary.command));
+        let RunSummary { command, resume_from, has_checkpoint, .. } = summary;
+        let command = is_resumable.then(|| format_resume_command(command, resume_from, *has_checkpoint));
+        let resume = command.flatten().map(|command| format!("  resume with  {command}"));
         for line in [weights, checkpoint, files, resume].into_iter().flatten() {
             self.console.write_stderr_line(&line);
         }

@@ -171,6 +171,8 @@ pub(crate) struct RunOutcome {
     /// The number of the last optimizer step of the run; `None` for programs, whose steps are
     /// unknown.
     pub(crate) step: Option<u64>,
+    /// Whether the run has completed a checkpoint, also under an earlier controller.
+    pub(crate) has_checkpoint: bool,
     /// The end of each rank other than the failed rank; empty if the run did not fail.
     pub(crate) peers: Vec<PeerWorkerEnd>,
 }

@@ -381,6 +381,7 @@ impl ControllerCore {
             end_announced: stopped && self.end_announced,
             host_lost: self.host_lost && failed_rank == Some(None),
             made_progress: self.stepped || !self.setup.builtin,
+            has_checkpoint: self.checkpoint.is_some(),
             step: self.step,
             peers: peers.map(peer_end).collect(),
         }

@@ -6,11 +6,9 @@ use crate::{
         core::{AttachFailure, RunOutcome},
         requeue::decide_requeue,
     },
-    format::quote_shell_words,
     report, runs,
 };
 use diagnostic::{Diagnostic, codes, quantity::format_duration};
-use jobspec::ResumeFrom;
 use nix::sys::signal::{SigHandler, Signal};
 use protocol::{event::Event, exit};
 use std::time::Duration;
@@ -58,8 +56,9 @@ impl ControllerDriver {
             killed: outcome.killed,
             peers: outcome.peers,
             run_dir: self.plan.run_dir,
-            command: quote_shell_words(&self.command),
-            resumes_from_newest: self.job.resume.from == ResumeFrom::Auto,
+            command: self.command,
+            resume_from: self.job.resume.from,
+            has_checkpoint: outcome.has_checkpoint,
             seconds,
         });
         // Requeuing is the last step, because the scheduler then ends this process, too.
@@ -211,11 +210,5 @@ mod tests {
         let note = build_batch_job_end_note(&Err(error)).expect("a note");
         assert_eq!((note.code(), note.causes().len()), (codes::run::BATCH_JOB_END, 1));
         assert_eq!(note.field("reason"), Some(&"unknown".into()));
-    }
-
-    #[test]
-    fn command_lines_are_quoted_for_a_shell() {
-        let words = ["launch", "my job.yaml", "--set", "a=it's", ""].map(String::from);
-        assert_eq!(quote_shell_words(&words), r"launch 'my job.yaml' --set 'a=it'\''s' ''");
     }
 }
