@@ -86,6 +86,18 @@ pub enum DeepSpeedError {
         /// World size of the checkpoint.
         world: u32,
     },
+    /// Model files of two ranks record different numbers of ranks.
+    #[error("the file records {key} {found}, that of rank {rank} {expected}")]
+    WorldSizeMismatch {
+        /// Key of the model file under which DeepSpeed records the number.
+        key: &'static str,
+        /// Number that the file records.
+        found: u64,
+        /// Rank of the other file.
+        rank: u32,
+        /// Number that the other file records.
+        expected: u64,
+    },
     /// Files of two ranks have different steps.
     #[error("the file is of step {found}, that of rank {rank} of step {expected}")]
     StepMismatch {

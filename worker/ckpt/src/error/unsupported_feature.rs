@@ -37,8 +37,8 @@ pub enum UnsupportedFeature {
         /// `role/name` of the tensor.
         tensor: String,
     },
-    /// The name of a DeepSpeed file shows that a run with tensor, pipeline or expert parallelism
-    /// wrote the file.
+    /// The name or the content of a DeepSpeed file shows that a run with tensor, pipeline or expert
+    /// parallelism wrote the file.
     #[error("{file} belongs to tensor, pipeline or expert parallelism")]
     ModelParallelism {
         /// Name of the file.

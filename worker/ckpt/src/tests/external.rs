@@ -189,7 +189,7 @@ fn gathered_weights_are_those_of_the_reference() {
 
 /// Copies a golden ZeRO checkpoint to a temporary directory, so that a test may damage the copy.
 /// Returns the temporary directory, and the path of the tag in the copy.
-fn copy_golden_checkpoint(name: &str) -> (tempfile::TempDir, PathBuf) {
+pub(super) fn copy_golden_checkpoint(name: &str) -> (tempfile::TempDir, PathBuf) {
     let dir = make_memory_dir();
     let tag = dir.path().join("global_step3");
     fs::create_dir(&tag).expect("made");
@@ -212,7 +212,7 @@ fn find_optimizer_file(tag: &Path, rank: u32) -> PathBuf {
 
 /// Calls `change` with the name and the bytes of each member of a torch file, and rewrites the file
 /// with the changed bytes and matching CRCs.
-fn rewrite_members(path: &Path, mut change: impl FnMut(&str, &mut Vec<u8>)) {
+pub(super) fn rewrite_members(path: &Path, mut change: impl FnMut(&str, &mut Vec<u8>)) {
     let file = fs::read(path).expect("there");
     let members = zip::read_members(file.len() as u64, |at, out| {
         out.copy_from_slice(&file[at as usize..at as usize + out.len()]);

@@ -25,6 +25,7 @@ mod tiny;
 mod torch_values;
 mod watch;
 
+mod world_sizes;
 use crate::catalog::{ModelSpec, RunFacts, TextFile, WeightShape};
 use crate::error::{CkptError, Damage, Result};
 use crate::save::commit::commit_save_replacing;

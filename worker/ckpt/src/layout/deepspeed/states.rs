@@ -59,6 +59,9 @@ pub(crate) struct ModelStates {
     pub(crate) skipped: u64,
     /// Number of ranks that wrote the checkpoint.
     pub(crate) world: u32,
+    /// Number of ranks among which tensor or pipeline parallelism divides the model. `None` if not
+    /// recorded.
+    pub(crate) model_parallel_world: Option<u64>,
     /// ZeRO stage in the DeepSpeed config.
     pub(crate) stage: Option<u8>,
     /// Version of DeepSpeed that wrote the file.
@@ -226,6 +229,7 @@ impl ModelStates {
                 .ok()
                 .filter(|&w| w > 0)
                 .ok_or(DeepSpeedError::InvalidField("dp_world_size"))?,
+            model_parallel_world: count("mp_world_size"),
             stage: zero
                 .and_then(|z| z.get("stage"))
                 .and_then(PickleView::as_count)

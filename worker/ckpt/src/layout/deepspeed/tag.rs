@@ -4,7 +4,7 @@ use super::file_names::{self, TagFiles};
 use super::states::{ALLOWED_GLOBALS, FlatGroupShard, ModelStates, OptimizerStates};
 use crate::catalog::{ExternalCheckpointBuilder, ParamGroupInfo, convert_step_to_integer};
 use crate::codec::torch_file::TorchFile;
-use crate::error::{DeepSpeedError, MissingPart, RANKS_LISTED_MAX, Result};
+use crate::error::{CkptError, DeepSpeedError, MissingPart, RANKS_LISTED_MAX, Result, UnsupportedFeature};
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -87,15 +87,51 @@ impl TagContents {
         }
     }
 
+    /// Fails if the model files of two ranks record different numbers of ranks, or if tensor or
+    /// pipeline parallelism divides the model, of which other ranks then have the rest.
+    pub(super) fn check_equal_world_sizes(&self) -> Result<()> {
+        let worlds = self.model.iter().map(|(&rank, (file, model))| (rank, *file, u64::from(model.world)));
+        self.require_equal_world_sizes("dp_world_size", worlds)?;
+        let worlds =
+            self.model.iter().filter_map(|(&rank, (file, m))| Some((rank, *file, m.model_parallel_world?)));
+        match self.require_equal_world_sizes("mp_world_size", worlds)? {
+            Some((file, 2..)) => {
+                let file = self.builder.store.files[file].name.clone();
+                let feature = UnsupportedFeature::ModelParallelism { file };
+                Err(CkptError::unsupported(self.builder.directory.path(), feature))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Fails if the model file of one rank records another number under `key` than the file of the
+    /// first rank. Each item is a rank, the index of its file in `StoredFiles`, and the number.
+    /// Returns the index and the number of the first rank, or `None` if no file records it.
+    fn require_equal_world_sizes(
+        &self,
+        key: &'static str,
+        mut worlds: impl Iterator<Item = (u32, usize, u64)>,
+    ) -> Result<Option<(usize, u64)>> {
+        let Some((rank, first, expected)) = worlds.next() else { return Ok(None) };
+        match worlds.find(|(.., found)| *found != expected) {
+            Some((_, file, found)) => {
+                let error = DeepSpeedError::WorldSizeMismatch { key, found, rank, expected };
+                Err(self.builder.damaged_stored_file_error(file, error))
+            }
+            None => Ok(Some((first, expected))),
+        }
+    }
+
     /// Returns the ZeRO stage of the checkpoint, after checking that all ranks have their files and
-    /// that the optimizer files agree on stage and number of ranks. Fails if a rank's file is
-    /// missing, a file's rank is not below the world size, or the files contradict each other in
-    /// stage or world size.
+    /// that they agree on the numbers of ranks and the optimizer files on the stage. Fails if a
+    /// rank's file is missing, a file's rank is not below the world size, or the files contradict
+    /// each other in stage or world size.
     pub(super) fn check_rank_files(&self) -> Result<u8> {
         let Some((_, model)) = self.model.get(&0) else {
             return Err(self.builder.missing_part_error("the model file of rank 0"));
         };
         let world = model.world;
+        self.check_equal_world_sizes()?;
         let stage = match self.optimizer.values().next() {
             Some((_, states)) => states.stage,
             None => model.stage.unwrap_or(0),

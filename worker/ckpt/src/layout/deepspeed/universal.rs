@@ -82,6 +82,7 @@ pub(crate) fn open_universal(path: &Path, root: &Path, notices: Vec<String>) -> 
         }
         tag.model.insert(rank, states);
     }
+    tag.check_equal_world_sizes()?;
     let mut settings = read_optimizer_settings(&mut tag)?;
     settings.is_of_deepspeed = !Directory::open(root)?.has_entry(CONVERT_RECORD_FILE)?;
     let (parameters, unknown) = read_parameters(&mut tag)?;
