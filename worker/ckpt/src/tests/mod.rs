@@ -3,6 +3,7 @@ mod bf16_weights;
 mod convert;
 mod convert_failures;
 mod damage;
+mod dcp_values;
 mod diff;
 mod experts;
 mod external;
@@ -24,8 +25,8 @@ mod saving;
 mod tiny;
 mod torch_values;
 mod watch;
-
 mod world_sizes;
+
 use crate::catalog::{ModelSpec, RunFacts, TextFile, WeightShape};
 use crate::error::{CkptError, Damage, Result};
 use crate::save::commit::commit_save_replacing;

@@ -10,6 +10,10 @@ pub(crate) enum TestValue {
     Size(Vec<u64>),
     /// An F32 tensor: its shape and its elements.
     Tensor(Vec<u64>, Vec<f32>),
+    /// A Python class or another global object: its module and its name.
+    Global(&'static str, &'static str),
+    /// An object: the module and the name of its class, and its attributes.
+    Object(&'static str, &'static str, Vec<(&'static str, TestValue)>),
 }
 
 /// Makes a Python dict with text keys from pairs of key and value.
@@ -26,6 +30,15 @@ pub(crate) fn encode_torch_file(value: &TestValue) -> Vec<u8> {
     let mut members: Vec<(&str, &[u8])> = vec![("archive/data.pkl", &input), ("archive/version", b"3\n")];
     members.extend(keys.iter().zip(&storages).map(|(k, s): (&String, &Vec<u8>)| (k.as_str(), s.as_slice())));
     crate::tests::pack_zip(&members)
+}
+
+/// Encodes `value`, which has no tensors, as a pickle. Returns the bytes of the pickle.
+pub(crate) fn encode_pickle(value: &TestValue) -> Vec<u8> {
+    let (mut out, mut storages) = (b"\x80\x02".to_vec(), Vec::new());
+    write_value(value, &mut out, &mut storages);
+    assert!(storages.is_empty(), "a pickle contains no tensor data");
+    out.push(b'.');
+    out
 }
 
 fn write_text(s: &str, out: &mut Vec<u8>) {
@@ -66,6 +79,17 @@ fn write_value(value: &TestValue, out: &mut Vec<u8>, storages: &mut Vec<Vec<u8>>
             out.extend(b"ctorch\nSize\n");
             write_int_tuple(sizes, out);
             out.extend(b"\x85R");
+        }
+        TestValue::Global(module, name) => out.extend(format!("c{module}\n{name}\n").bytes()),
+        TestValue::Object(module, name, attributes) => {
+            out.extend(format!("c{module}\n{name}\n").bytes());
+            // an empty tuple of arguments, NEWOBJ, the dict of attributes, and BUILD
+            out.extend(b")\x81}(");
+            for (key, value) in attributes {
+                write_text(key, out);
+                write_value(value, out, storages);
+            }
+            out.extend(b"ub");
         }
         TestValue::Tensor(shape, values) => {
             out.extend(b"ctorch._utils\n_rebuild_tensor_v2\n((");

@@ -293,9 +293,10 @@ fn collect_hyperparam_notices(
 }
 
 /// Returns a text for each hyper-parameter of a parameter group whose values differ between the job
-/// and a checkpoint of another program.
+/// and a checkpoint of another program. A value that is no number, such as a list of numbers,
+/// differs from every number of the job.
 fn describe_changed_hyperparams(ours: &ParamGroup, stored: &Map<String, Value>) -> Vec<String> {
-    let number = |key: &str| stored.get(key).and_then(Value::as_f64);
+    let given = |key: &str| stored.get(key).filter(|value| !value.is_null());
     let betas = stored
         .get("betas")
         .and_then(Value::as_array)
@@ -303,8 +304,15 @@ fn describe_changed_hyperparams(ours: &ParamGroup, stored: &Map<String, Value>) 
     let mut changed = Vec::new();
     for (key, value) in [("eps", ours.eps), ("momentum", ours.momentum), ("weight_decay", ours.weight_decay)]
     {
-        if let Some(stored) = number(key).filter(|t| *t != value) {
-            changed.push(format!("{key} {value} (checkpoint: {stored})"));
+        match given(key).map(|stored| (stored, stored.as_f64())) {
+            Some((_, Some(stored))) if stored != value => {
+                changed.push(format!("{key} {value} (checkpoint: {stored})"));
+            }
+            // Adafactor has two values of `eps`.
+            Some((stored, None)) if key != "eps" => {
+                changed.push(format!("{key} {value} (checkpoint: {stored})"));
+            }
+            _ => {}
         }
     }
     if let Some(stored) = betas.filter(|b| b.as_slice() != [ours.betas.0, ours.betas.1]) {
@@ -314,7 +322,8 @@ fn describe_changed_hyperparams(ours: &ParamGroup, stored: &Map<String, Value>) 
     // supported.
     let unsupported = [("amsgrad", true), ("maximize", true), ("decoupled_weight_decay", false)];
     for (key, value) in unsupported {
-        let matters = key != "decoupled_weight_decay" || number("weight_decay") != Some(0.0);
+        let weight_decay = given("weight_decay").and_then(Value::as_f64);
+        let matters = key != "decoupled_weight_decay" || weight_decay != Some(0.0);
         if matters && stored.get(key).and_then(Value::as_bool) == Some(value) {
             changed.push(format!("{key} {} (checkpoint: {value})", !value));
         }
@@ -331,7 +340,7 @@ fn find_learning_rate_notice(
 ) -> Option<String> {
     let train = ready.train_spec();
     let ours = compute_learning_rate(&train.schedule, train.optimizer.lr, train.steps, step);
-    let mut stored: Vec<f64> = stored_groups.iter().filter_map(|g| g.hyper.get("lr")?.as_f64()).collect();
+    let mut stored: Vec<f64> = stored_groups.iter().flat_map(list_learning_rates).collect();
     stored.dedup();
     let is_equal = stored.iter().all(|t| (t - ours).abs() <= 1e-9 * ours.abs().max(t.abs()));
     (!is_equal).then(|| {
@@ -341,6 +350,15 @@ fn find_learning_rate_notice(
             stored.join(", ")
         )
     })
+}
+
+/// Returns the learning rates of a parameter group in a checkpoint of another program, which may be
+/// one number or a list.
+fn list_learning_rates(group: &ckpt::ParamGroupInfo) -> Vec<f64> {
+    match group.hyper.get("lr") {
+        Some(Value::Array(rates)) => rates.iter().filter_map(Value::as_f64).collect(),
+        rate => rate.and_then(Value::as_f64).into_iter().collect(),
+    }
 }
 
 /// Returns how many steps a learning rate scheduler had done, according to its state in a

@@ -97,15 +97,25 @@ fn parse_kind_from_path(path: &[String]) -> DcpItemKind {
 fn parse_kind_from_key(key: &str) -> DcpItemKind {
     for prefix in OPTIMIZER_PREFIXES {
         let Some(rest) = key.strip_prefix(prefix) else { continue };
-        let split = |rest: &str| rest.rsplit_once('.').map(|(a, b)| (a.to_owned(), b.to_owned()));
-        if let Some((name, key)) = rest.strip_prefix("state.").and_then(split) {
-            return DcpItemKind::State(name, key);
+        if let Some((name, key)) = rest.strip_prefix("state.").and_then(|rest| rest.rsplit_once('.')) {
+            return DcpItemKind::State(name.to_owned(), key.to_owned());
         }
-        if let Some((group, key)) = rest.strip_prefix("param_groups.").and_then(split) {
-            return DcpItemKind::Group(group, key);
+        if let Some((group, key)) = rest.strip_prefix("param_groups.").and_then(split_group_key) {
+            return DcpItemKind::Group(group.to_owned(), key.to_owned());
         }
     }
     DcpItemKind::Weight(key.to_owned())
+}
+
+/// Splits the flattened key of a hyper-parameter, such as `0.betas.1`, into the name of the
+/// parameter group and the key of the hyper-parameter, here `0` and `betas.1`. The number of an
+/// item of a list belongs to the key.
+fn split_group_key(text: &str) -> Option<(&str, &str)> {
+    let (group, last) = text.rsplit_once('.')?;
+    match group.rsplit_once('.').filter(|_| last.bytes().all(|b| b.is_ascii_digit())) {
+        Some((group, key)) => Some((group, &text[text.len() - key.len() - 1 - last.len()..])),
+        None => Some((group, last)),
+    }
 }
 
 #[cfg(test)]
@@ -132,6 +142,8 @@ mod tests {
             (&["optimizer", "state.a.weight.exp_avg"], state("a.weight", "exp_avg")),
             (&["optimizer", "param_groups", "1", "lr"], DcpItemKind::Group("1".into(), "lr".into())),
             (&["optimizer.param_groups.a.weight.lr"], DcpItemKind::Group("a.weight".into(), "lr".into())),
+            (&["optimizer.param_groups.0.betas.1"], DcpItemKind::Group("0".into(), "betas.1".into())),
+            (&["optim", "param_groups", "0", "betas", "1"], DcpItemKind::Group("0".into(), "betas.1".into())),
             (&["extra", "step"], DcpItemKind::Other),
         ] {
             assert_eq!(

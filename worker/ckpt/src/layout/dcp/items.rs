@@ -1,10 +1,12 @@
 //! Reads the tensors and values of a torch distributed checkpoint (DCP).
 use super::item_kind::{DcpItemKind, ItemKeyParser};
 use super::metadata::{ItemContent, ItemMetadata, StorageLocation, TensorChunk, parse_metadata};
+use super::tensor_value::{UnusableValue, read_tensor_value};
 use crate::catalog::{
     ALLOWED_GLOBALS, ExternalCheckpointBuilder, ExternalTensor, ParamGroupInfo, StoredFile, TensorPart,
     convert_step_to_integer,
 };
+use crate::codec::pickle::PickleView;
 use crate::codec::torch_file::{TensorView, TorchFile};
 use crate::error::{DcpError, MissingPart, Result, TorchFileError};
 use crate::format_constants::HYPER_PARAMETER_VALUES_MAX;
@@ -28,6 +30,8 @@ enum DecodedItem {
     Tensor(usize, TensorView),
     /// A value other than a tensor, converted to JSON.
     Value(Json),
+    /// A list or tuple that contains tensors.
+    TensorList,
     /// A value of a class that is not allowed. The error names the class.
     Forbidden(TorchFileError),
 }
@@ -148,6 +152,10 @@ impl ItemReader<'_> {
             view.member += self.stored.add_spans(torch.members);
             return Ok(DecodedItem::Tensor(self.index, view));
         }
+        let is_tensor = |item: PickleView<'_>| !matches!(torch.parse_tensor(item), Ok(None));
+        if value.as_items().is_some_and(|items| items.iter().any(is_tensor)) {
+            return Ok(DecodedItem::TensorList);
+        }
         let number = read_pickled_number(value).and_then(serde_json::Number::from_f64).map(Json::Number);
         if let Some(number) = value.as_int().map(Json::from).or(number) {
             return Ok(DecodedItem::Value(number));
@@ -196,14 +204,14 @@ impl ItemCollector {
             ItemContent::Tensor { dtype, shape, chunks } => {
                 let parts = self.split_chunks_into_runs(&item.key, *dtype, shape, chunks, read);
                 let parts = parts.map_err(|error| builder.damaged_file_error(metadata, error))?;
-                self.collect_tensor(builder, metadata, kind, *dtype, shape, parts)
+                self.collect_tensor(builder, metadata, (item, kind), (*dtype, shape), parts)
             }
         }
     }
 
     /// Records the value of an entry of a torch distributed checkpoint if it is a hyper-parameter
     /// of the optimizer, and ignores other values. Adds a notice for a hyper-parameter or optimizer
-    /// state of a class that is not allowed.
+    /// state of a class that is not allowed, and for a hyper-parameter that contains tensors.
     fn collect_value(&mut self, kind: DcpItemKind, item: &ItemMetadata, read: Option<DecodedItem>) {
         match (kind, read) {
             (DcpItemKind::Group(group, key), Some(DecodedItem::Value(value))) => {
@@ -212,41 +220,44 @@ impl ItemCollector {
             (DcpItemKind::Group(..) | DcpItemKind::State(..), Some(DecodedItem::Forbidden(error))) => {
                 self.notices.push(format!("ignoring {}: {error}", item.key));
             }
+            (DcpItemKind::Group(..), Some(DecodedItem::TensorList)) => {
+                self.notices.push(format!("ignoring {}: a list of tensors", item.key));
+            }
             _ => {}
         }
     }
 
-    /// Adds a tensor of a torch distributed checkpoint to the list of tensors, unless it is a
-    /// scalar that holds a step or hyper-parameter of the optimizer.
+    /// Adds a tensor of a torch distributed checkpoint to the list of tensors, unless it holds a
+    /// step or a hyper-parameter of the optimizer. A hyper-parameter of several elements becomes a
+    /// list of numbers. Adds a notice for a step or hyper-parameter that is no number or list.
     fn collect_tensor(
         &mut self,
         builder: &mut ExternalCheckpointBuilder,
         metadata: &str,
-        kind: DcpItemKind,
-        dtype: Dtype,
-        shape: &[u64],
+        (item, kind): (&ItemMetadata, DcpItemKind),
+        (dtype, shape): (Dtype, &[u64]),
         parts: Vec<TensorPart>,
     ) -> Result<()> {
-        let scalar = |builder: &ExternalCheckpointBuilder| match parts.as_slice() {
-            [part] if count_elements(shape) == Some(1) => {
-                builder.store.read_first_element(part, dtype).map(f64::from).map(Some)
-            }
-            _ => Ok(None),
-        };
         match kind {
             DcpItemKind::State(name, key) if key == "step" => {
-                if let Some(step) = scalar(builder)? {
-                    let step = convert_step_to_integer(step).map_err(|error| {
-                        builder.damaged_file_error(metadata, DcpError::Step { name: name.clone(), error })
-                    })?;
-                    builder.facts.state.steps.insert(name, step);
+                let value = read_tensor_value(builder, dtype, shape, &parts)?;
+                let step = value.and_then(|value| value.as_f64().ok_or(UnusableValue::StepNotANumber(value)));
+                match step {
+                    Ok(step) => {
+                        let step = convert_step_to_integer(step).map_err(|error| {
+                            builder.damaged_file_error(metadata, DcpError::Step { name: name.clone(), error })
+                        })?;
+                        builder.facts.state.steps.insert(name, step);
+                    }
+                    Err(reason) => self.notices.push(format!("ignoring {}: {reason}", item.key)),
                 }
             }
-            DcpItemKind::Group(group, key) => {
-                let value = scalar(builder)?.and_then(serde_json::Number::from_f64).map(Json::Number);
-                let hyper = self.hyper.entry((group.parse().ok(), group)).or_default();
-                hyper.insert(key, value.unwrap_or(Json::Null));
-            }
+            DcpItemKind::Group(group, key) => match read_tensor_value(builder, dtype, shape, &parts)? {
+                Ok(value) => {
+                    self.hyper.entry((group.parse().ok(), group)).or_default().insert(key, value);
+                }
+                Err(reason) => self.notices.push(format!("ignoring {}: {reason}", item.key)),
+            },
             DcpItemKind::State(name, key) => match TensorRole::from_torch_key(&key) {
                 Some(role) => {
                     builder.entries.push(ExternalTensor::from_parts(&name, role, dtype, shape, parts));
@@ -319,7 +330,8 @@ impl ItemCollector {
         let mut groups: Vec<ParamGroupInfo> = Vec::new();
         // the first group with these hyper-parameters, as JSON text
         let mut places: HashMap<String, usize> = HashMap::new();
-        for ((number, called), mut hyper) in self.hyper {
+        for ((number, called), hyper) in self.hyper {
+            let mut hyper = join_list_items(hyper);
             let names = match hyper.remove("params") {
                 Some(Json::Array(names)) => {
                     names.iter().filter_map(|n| n.as_str().map(str::to_owned)).collect()
@@ -335,6 +347,24 @@ impl ItemCollector {
         }
         groups
     }
+}
+
+/// Joins the items of lists, which torch stores as separate entries `betas.0`, `betas.1` and so on
+/// if the list contains a tensor. The joined list has the name that precedes the numbers. Returns
+/// the hyper-parameters with the lists.
+fn join_list_items(hyper: Map<String, Json>) -> Map<String, Json> {
+    let mut lists: BTreeMap<String, BTreeMap<usize, Json>> = BTreeMap::new();
+    let mut joined = Map::new();
+    for (key, value) in hyper {
+        match key.rsplit_once('.').and_then(|(name, number)| Some((name.to_owned(), number.parse().ok()?))) {
+            Some((name, number)) => drop(lists.entry(name).or_default().insert(number, value)),
+            None => drop(joined.insert(key, value)),
+        }
+    }
+    for (name, items) in lists {
+        joined.insert(name, items.into_values().collect());
+    }
+    joined
 }
 
 /// Divides a rectangular part (`chunk`) of a tensor with the shape `shape` into runs of consecutive

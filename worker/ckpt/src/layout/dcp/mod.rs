@@ -3,5 +3,6 @@
 mod item_kind;
 mod items;
 pub(crate) mod metadata;
+mod tensor_value;
 
 pub(crate) use items::{METADATA_FILE, add_dcp_directory};
