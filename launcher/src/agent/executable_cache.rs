@@ -121,12 +121,27 @@ fn is_older_than(time: SystemTime, now: SystemTime, limit: Duration) -> bool {
     now.duration_since(time).is_ok_and(|age| age > limit)
 }
 
+/// Reads the modification time of a file from the file system. On NFS, the times in a directory
+/// listing may be a minute old, and opening a file asks the server for the newest ones.
+fn read_modification_time(path: &Path) -> io::Result<SystemTime> {
+    fs::File::open(path)?.metadata()?.modified()
+}
+
+/// Removes an old executable of launch from the cache of this host, unless an agent was started
+/// from it in the meantime, possibly on another host.
+fn remove_if_unused(path: &Path, now: SystemTime) {
+    if read_modification_time(path).is_ok_and(|modified| is_older_than(modified, now, UNUSED_AFTER)) {
+        rename_and_remove(path, now);
+    }
+}
+
 /// Removes an old executable of launch from the cache of this host, unless an agent is being
 /// started from it at this moment.
 ///
 /// A start marks the executable as used before it runs. So the file first gets another name, which
-/// no start uses, and is removed only if it is still not marked.
-fn remove_if_unused(path: &Path, now: SystemTime) {
+/// no start uses, and is removed only if it is still not marked. A start that finds no file at this
+/// moment copies the executable again.
+fn rename_and_remove(path: &Path, now: SystemTime) {
     let (Some(directory), Some(name)) = (path.parent(), path.file_name().and_then(|name| name.to_str()))
     else {
         return;
@@ -136,7 +151,7 @@ fn remove_if_unused(path: &Path, now: SystemTime) {
     if fs::rename(path, &removed).is_err() {
         return;
     }
-    match fs::metadata(&removed).and_then(|data| data.modified()) {
+    match read_modification_time(&removed) {
         // If the file was copied again in the meantime, the link fails. The renamed file stays
         // until it is old enough.
         Ok(modified) if !is_older_than(modified, now, UNUSED_AFTER) => {
@@ -151,7 +166,10 @@ fn remove_if_unused(path: &Path, now: SystemTime) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::fs::{File, FileTimes};
+    use std::{
+        fs::{File, FileTimes},
+        os::unix::fs::MetadataExt,
+    };
 
     /// Returns the path in `directory` of the executable with the number `number`.
     fn name_executable(directory: &Path, number: u32) -> PathBuf {
@@ -209,7 +227,15 @@ mod tests {
         let (old, now) = (name_executable(directory.path(), 1), SystemTime::now());
         create_file(&old, 3);
         mark_as_used(&old).expect("marked");
+        // The file never lacks its name if the start came before the removal.
+        let read_change = || {
+            let data = fs::metadata(&old).expect("a file");
+            (data.ctime(), data.ctime_nsec())
+        };
+        let before = read_change();
         remove_if_unused(&old, now);
+        assert_eq!(read_change(), before);
+        rename_and_remove(&old, now);
         assert_eq!(list_names(directory.path()), [format!("{:064x}", 1)]);
         create_file(&old, 3);
         remove_if_unused(&old, now);

@@ -3,6 +3,7 @@
 mod agent_bootstrap;
 mod auth;
 mod bootstrap_scripts;
+mod channel_line_reader;
 mod channel_relay;
 mod client_notice;
 mod connect;

@@ -9,6 +9,7 @@ use super::{
         FETCH_TIMEOUT_S, MAX_FETCH_ADDRESSES, build_agent_start_script, build_executable_copy_script,
         build_executable_fetch_script,
     },
+    channel_line_reader::{ChannelLineReader, MAX_LINE_BYTES},
     connection_progress::ConnectionProgress,
     copy_failure::{classify_copy_failure, make_printable_excerpt},
     ssh_error::build_ssh_error,
@@ -53,7 +54,7 @@ const MIN_CHECKED_BYTES_PER_SECOND: u64 = 1 << 20;
 const TREE_JOIN_TIMEOUT_MS: u32 = 30_000;
 /// The largest number of bytes that the login shell of a host may print before launch's script on
 /// the host answers. The start of the agent fails if the shell prints more.
-const MAX_SHELL_OUTPUT_BYTES: usize = 256 << 10;
+const MAX_SHELL_OUTPUT_BYTES: usize = MAX_LINE_BYTES;
 /// The number of bytes of the executable that are written to the SSH connection at once.
 const CHUNK_BYTES: usize = 256 << 10;
 
@@ -136,11 +137,15 @@ pub(super) fn start_remote_agent(
     })?;
     let mut bootstrap =
         AgentBootstrap { target, session, executable, progress, marker, in_tree: tree.is_some() };
-    if let AgentStartResult::Running(agent) = bootstrap.run_executable_as_agent()? {
-        return Ok(agent);
-    }
+    let not_runnable = match bootstrap.run_executable_as_agent()? {
+        AgentStartResult::Running(agent) => return Ok(agent),
+        AgentStartResult::Missing => None,
+        AgentStartResult::NotRunnable(error) => Some(error),
+    };
     begin_copy();
-    bootstrap.copy_or_fetch_executable(tree)?;
+    // Through the program `ssh`, no script can follow one that has failed. The first error is then
+    // the reason.
+    bootstrap.copy_or_fetch_executable(tree).map_err(|error| not_runnable.unwrap_or(error))?;
     progress.report_start_step(AgentStartStep::Started);
     match bootstrap.run_executable_as_agent()? {
         AgentStartResult::Running(agent) => Ok(agent),
@@ -150,6 +155,7 @@ pub(super) fn start_remote_agent(
                 .build_error(host::EXECUTABLE_REMOVED, message)
                 .with_help("check whether a program on the host cleans ~/.cache/launch"))
         }
+        AgentStartResult::NotRunnable(error) => Err(error),
     }
 }
 
@@ -237,12 +243,14 @@ fn generate_answer_marker() -> io::Result<String> {
 }
 
 /// The result of an attempt to start the executable of launch on a host: a running agent, or that
-/// the host lacks the executable.
+/// the host lacks the executable or cannot run it.
 enum AgentStartResult {
     /// The host had the executable, and the agent runs.
     Running(RemoteAgent),
     /// The host does not have this executable.
     Missing,
+    /// The host had the executable and could not run it, for the reason in the error.
+    NotRunnable(Diagnostic),
 }
 
 /// Performs the steps of starting one agent on a host over an SSH session, such as copying launch's
@@ -287,7 +295,14 @@ impl AgentBootstrap<'_> {
     fn run_executable_as_agent(&mut self) -> diagnostic::Result<AgentStartResult> {
         let mut reader =
             self.exec_script(&build_agent_start_script(&self.marker, &self.executable.hash, self.in_tree))?;
-        let answer = self.read_script_answer(&mut reader, AwaitedAnswer::of_shell())?;
+        let answer = match self.read_script_answer(&mut reader, AwaitedAnswer::of_shell()) {
+            // An agent on another host with the same home directory may have removed the executable
+            // after the script has found it. A damaged executable is replaced, too.
+            Err(error) if error.code() == host::EXECUTABLE_NOT_RUNNABLE => {
+                return Ok(AgentStartResult::NotRunnable(error));
+            }
+            answer => answer?,
+        };
         let mut words = answer.split(' ');
         match (words.next(), words.next()) {
             (Some("agent"), _) => {
@@ -548,37 +563,6 @@ fn join_last_lines(output: &[u8]) -> String {
 /// occur.
 fn find_bytes(text: &[u8], part: &[u8]) -> Option<usize> {
     text.windows(part.len()).position(|window| window == part)
-}
-
-/// Splits the output of a remote command, which arrives on an SSH channel, into lines, and buffers
-/// bytes that were not returned yet.
-struct ChannelLineReader {
-    channel: SshChannel,
-    /// The bytes that were received and not returned yet.
-    unread: Vec<u8>,
-}
-
-impl ChannelLineReader {
-    /// Returns the next line of the remote command's output including the line end, or the last
-    /// line without one at the end of the output. A line of more than [`MAX_SHELL_OUTPUT_BYTES`] is
-    /// returned by several calls, piece by piece. Returns `None` at the end of the stream. Blocks.
-    fn read_line(&mut self) -> io::Result<Option<Vec<u8>>> {
-        loop {
-            if let Some(end) = self.unread.iter().position(|b| *b == b'\n') {
-                return Ok(Some(self.unread.drain(..=end).collect()));
-            }
-            // The output has no line ends.
-            if self.unread.len() > MAX_SHELL_OUTPUT_BYTES {
-                return Ok(Some(std::mem::take(&mut self.unread)));
-            }
-            let mut chunk = [0; 4096];
-            match self.channel.read(&mut chunk)? {
-                0 if self.unread.is_empty() => return Ok(None),
-                0 => return Ok(Some(std::mem::take(&mut self.unread))),
-                n => self.unread.extend(&chunk[..n]),
-            }
-        }
-    }
 }
 
 #[cfg(test)]

@@ -26,6 +26,21 @@ pub(super) fn wrap_in_shell_command(script: &str) -> String {
 /// launch are cached.
 const SET_CACHE_DIR_SCRIPT: &str = "d=${XDG_CACHE_HOME:-$HOME/.cache}/launch/bin";
 
+/// Returns shell code that moves the verified copy `$t` to its place `$f` in the cache, without
+/// replacing an executable with this hash that another copy has put there in the meantime. `fail`
+/// is the code for a failure.
+///
+/// Other hosts may run that executable from a home directory that they share. On NFS, the server
+/// deletes a replaced file although other hosts run it, and their processes are then killed. A link
+/// is made only if there is no file. An existing file that is not the executable is replaced.
+fn build_placing_script(hash: &str, fail: &str) -> String {
+    format!(
+        "if ln \"$t\" \"$f\" 2> /dev/null || {{ touch -c \"$f\" 2> /dev/null; \
+         [ \"$(\"$f\" agent --own-hash 2> /dev/null)\" = {hash} ]; }}; \
+         then rm -f \"$t\"; else mv -f \"$t\" \"$f\" || {fail}; fi"
+    )
+}
+
 /// Builds the shell script that starts the cached executable of launch on a host as an agent, if
 /// the host has this executable. If the host lacks the executable, the script prints `MARKER
 /// missing MACHINE`. The modification time of the executable becomes the time of its last use.
@@ -50,8 +65,14 @@ pub(super) fn build_executable_fetch_script(
     token: &str,
 ) -> String {
     let fail = |step: &str| format!("{{ c=$?; rm -f \"$t\"; echo; echo {marker} fail {step} $c; exit 1; }}");
-    let (directory, write, fetch, run, wrong, place) =
-        (fail("directory"), fail("write"), fail("fetch"), fail("run"), fail("hash"), fail("place"));
+    let (directory, write, fetch, run, wrong, place) = (
+        fail("directory"),
+        fail("write"),
+        fail("fetch"),
+        fail("run"),
+        fail("hash"),
+        build_placing_script(hash, &fail("place")),
+    );
     let addresses: Vec<String> = addresses
         .iter()
         .take(MAX_FETCH_ADDRESSES)
@@ -67,7 +88,7 @@ pub(super) fn build_executable_fetch_script(
          if [ $(wc -c < \"$t\") -eq {size} ]; then n=1; break; fi; done; \
          [ $n -eq 1 ] || {fetch}; h=$(sha256sum < \"$t\") || {wrong}; [ \"${{h%% *}}\" = {sha256} ] || {wrong}; \
          chmod 700 \"$t\" || {write}; h=$(\"$t\" agent --own-hash) || {run}; \
-         [ \"$h\" = {hash} ] || {wrong}; mv -f \"$t\" \"$f\" || {place}; echo; echo {marker} done ) || exit 1"
+         [ \"$h\" = {hash} ] || {wrong}; {place}; echo; echo {marker} done ) || exit 1"
     )
 }
 
@@ -76,14 +97,20 @@ pub(super) fn build_executable_fetch_script(
 /// fail STEP CODE` at the end.
 pub(super) fn build_executable_copy_script(marker: &str, hash: &str, size: u64) -> String {
     let fail = |step: &str| format!("{{ c=$?; rm -f \"$t\"; echo; echo {marker} fail {step} $c; exit 1; }}");
-    let (directory, write, short, run, wrong, place) =
-        (fail("directory"), fail("write"), fail("size"), fail("run"), fail("hash"), fail("place"));
+    let (directory, write, short, run, wrong, place) = (
+        fail("directory"),
+        fail("write"),
+        fail("size"),
+        fail("run"),
+        fail("hash"),
+        build_placing_script(hash, &fail("place")),
+    );
     format!(
         "( LC_ALL=C; export LC_ALL; umask 077; {SET_CACHE_DIR_SCRIPT}; f=$d/{hash}; t=$d/.{marker}; \
          mkdir -p \"$d\" || {directory}; : > \"$t\" || {write}; echo; echo {marker} ready; \
          head -c {size} > \"$t\" || {write}; [ $(wc -c < \"$t\") -eq {size} ] || {short}; \
          chmod 700 \"$t\" || {write}; h=$(\"$t\" agent --own-hash) || {run}; \
-         [ \"$h\" = {hash} ] || {wrong}; mv -f \"$t\" \"$f\" || {place}; echo; echo {marker} done ) || exit 1"
+         [ \"$h\" = {hash} ] || {wrong}; {place}; echo; echo {marker} done ) || exit 1"
     )
 }
 
@@ -156,6 +183,34 @@ mod tests {
         std::fs::write(home.path().join("file"), "").expect("a file");
         let (answer, stderr) = run_copy_script(&home.path().join("file"), program, program.len());
         assert_eq!(classify_copy_failure(&answer, &stderr).code, host::EXECUTABLE_CACHE_UNWRITABLE);
+    }
+
+    #[test]
+    fn a_copy_does_not_replace_the_same_executable_of_another_host() {
+        use std::os::unix::fs::{MetadataExt, PermissionsExt};
+        let home = tempfile::tempdir().expect("a directory");
+        let cache = home.path().join(".cache/launch/bin");
+        let (placed, program) = (cache.join("HASH"), "#!/bin/sh\necho HASH\n");
+        std::fs::create_dir_all(&cache).expect("a directory");
+        for (existing, mode, is_kept) in [
+            (program, 0o700, true),
+            ("#!/bin/sh\necho OTHER\n", 0o700, false),
+            ("#!/no/such/shell\n", 0o700, false),
+            (program, 0o600, false),
+        ] {
+            std::fs::write(&placed, existing).expect("a file");
+            std::fs::set_permissions(&placed, PermissionsExt::from_mode(mode)).expect("its mode");
+            let inode = || std::fs::metadata(&placed).expect("a file").ino();
+            let before = inode();
+            assert_eq!(run_copy_script(home.path(), program, program.len()).0, "done");
+            assert_eq!(inode() == before, is_kept, "{existing}");
+            assert_eq!(std::fs::read_to_string(&placed).expect("a file"), program);
+            assert_eq!(
+                std::fs::read_dir(&cache).expect("a directory").count(),
+                1,
+                "no temporary file remains"
+            );
+        }
     }
 
     /// Serves `program` to one client that sends the token `token`. Returns the address.
