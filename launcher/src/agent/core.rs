@@ -6,6 +6,7 @@ mod controller_link;
 mod kept_workers;
 mod kill_request;
 mod previous_controller;
+mod received_memo;
 mod report_log;
 mod supervised_worker;
 mod worker_kills;
@@ -23,6 +24,7 @@ use previous_controller::PreviousController;
 use protocol::control::{
     FromAgent, HangDetection, HostInventory, HostPlan, SupervisionTerms, ToWorker, WorkerPeers,
 };
+use received_memo::ReceivedMemo;
 use report_log::ReportLog;
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -79,7 +81,7 @@ pub(crate) struct AgentCore {
     reports: ReportLog,
     /// The newest memo of the controller: the state of the run that only a controller knows. A
     /// later controller receives it.
-    memo: Option<String>,
+    memo: Option<ReceivedMemo>,
     /// The addresses of the workers of the current attempt; `None` before they arrive.
     peers: Option<WorkerPeers>,
     plan: Option<Rc<HostPlan>>,

@@ -123,6 +123,8 @@ pub struct AdoptedAgent {
     pub last_report: u64,
     /// The newest memo of the previous controllers.
     pub memo: Option<String>,
+    /// The time since the agent got this memo, in milliseconds; 0 without a memo.
+    pub memo_age_ms: u64,
     /// The plan of the most recent attempt on the host; `None` before the first attempt.
     pub plan: Option<Box<HostPlan>>,
     /// The addresses of the workers, if the agent has received them in this attempt.

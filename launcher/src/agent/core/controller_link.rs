@@ -2,7 +2,7 @@
 //! the agent does without one.
 use super::{
     AgentAction, AgentCore, AgentState, build_protocol_error, kill_request::KillRequest,
-    previous_controller::PreviousController,
+    previous_controller::PreviousController, received_memo::ReceivedMemo,
 };
 use crate::leases::HEARTBEAT_INTERVAL;
 use diagnostic::{Diagnostic, codes::run};
@@ -47,7 +47,7 @@ impl AgentCore {
             // The driver answers these.
             ToAgent::Probe(_) | ToAgent::Exec { .. } => {}
             ToAgent::Heartbeat => self.controller_heard_at = Some(now),
-            ToAgent::Memo(memo) => self.memo = Some(memo),
+            ToAgent::Memo(text) => self.memo = Some(ReceivedMemo { text, at: now }),
             ToAgent::Acknowledge { seq } => self.reports.acknowledge(seq),
             ToAgent::End { .. } => self.kill_workers_and_end_agent(),
             ToAgent::Bind(bind) => self.out.push(AgentAction::Bind(bind)),
@@ -247,7 +247,8 @@ impl AgentCore {
             number,
             inventory: self.inventory.clone(),
             last_report: self.reports.last_kept_number(),
-            memo: self.memo.clone(),
+            memo: self.memo.as_ref().map(|memo| memo.text.clone()),
+            memo_age_ms: self.memo.as_ref().map_or(0, |memo| memo.age_ms(now)),
             plan: self.plan.as_deref().cloned().map(Box::new),
             peers: self.peers.clone(),
             unattended_ms,

@@ -65,7 +65,8 @@ impl ControllerCore {
                 self.streams.insert(agent.stream, id);
                 self.actions.push(ControllerAction::RecordInventory(id, agent.inventory.clone()));
                 self.actions.push(ControllerAction::RecordAgentNumber(agent.number));
-                adoption.hosts[id] = HostAnswer::Adopted { agent, is_complete };
+                let memo_at = subtract_age(now, agent.memo_age_ms);
+                adoption.hosts[id] = HostAnswer::Adopted { agent, is_complete, memo_at };
                 self.schedule_lease_check(id);
                 if self.setup.hosts[id].remote {
                     self.actions.push(ControllerAction::Send(id, ToAgent::Heartbeat));
@@ -74,7 +75,7 @@ impl ControllerCore {
             FromAgent::Report { seq, age_ms, message } => {
                 let at = subtract_age(now, age_ms);
                 adoption.reports.push(ReplayedReport { at, host: id, seq, message });
-                if let HostAnswer::Adopted { agent, is_complete } = &mut adoption.hosts[id] {
+                if let HostAnswer::Adopted { agent, is_complete, .. } = &mut adoption.hosts[id] {
                     *is_complete |= seq >= agent.last_report;
                 }
             }
@@ -134,13 +135,13 @@ impl ControllerCore {
         let failure = match (find_attach_failure(adoption, &self.setup.hosts), adoption.find_newest_memo()) {
             (Some(failure), _) => failure,
             (None, None) => AttachFailure::NotStarted,
-            (None, Some(stored)) => {
+            (None, Some(newest)) => {
                 // The plan of the newest attempt has the job with all changes.
                 let plans = adoption.adopted_agents().filter_map(|(_, agent)| agent.plan.as_deref());
                 if let Some(plan) = plans.max_by_key(|plan| plan.attempt) {
                     self.actions.push(ControllerAction::AdoptPlan(Box::new(plan.clone())));
-                    self.actions.push(ControllerAction::TakeOverJournal(Box::new(stored.clone())));
-                    adoption.memo = Some(stored);
+                    self.actions.push(ControllerAction::TakeOverJournal(Box::new(newest.stored.clone())));
+                    adoption.memo = Some(newest);
                     return;
                 }
                 AttachFailure::NotStarted
@@ -152,12 +153,12 @@ impl ControllerCore {
     /// Restores the state of a run from the agents' answers and the journal that was taken over,
     /// and continues the run.
     fn finish_adoption(&mut self, now: Duration, journal: TakenOverJournal) {
-        let Some(Adoption { hosts, reports, placement, memo: Some(stored), .. }) = self.adoption.take()
+        let Some(Adoption { hosts, reports, placement, memo: Some(newest), .. }) = self.adoption.take()
         else {
             return;
         };
-        let phase = stored.memo.phase;
-        self.restore_memo(now, stored, &journal.summary);
+        let phase = newest.stored.memo.phase;
+        self.restore_memo(now, newest, &journal.summary);
         let (mut plans, mut lost, mut unattended) = (Vec::new(), Vec::new(), Duration::ZERO);
         let mut peers = None;
         for (id, answer) in hosts.into_iter().enumerate() {

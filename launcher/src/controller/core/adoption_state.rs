@@ -16,8 +16,8 @@ pub(super) enum HostAnswer {
     #[default]
     Awaited,
     /// The agent obeys this controller. `is_complete` states whether the agent has repeated all
-    /// reports that were made before.
-    Adopted { agent: Box<AdoptedAgent>, is_complete: bool },
+    /// reports that were made before, and `memo_at` when the agent got its memo.
+    Adopted { agent: Box<AdoptedAgent>, is_complete: bool, memo_at: SignedTimeMs },
     /// No agent of the run is alive on the host.
     NoAgent,
     /// The host cannot be reached, or its agent does not answer.
@@ -31,6 +31,11 @@ pub(super) type SignedTimeMs = i64;
 /// Returns the time, on the clock of this controller, that is `age_ms` milliseconds before `now`.
 pub(super) fn subtract_age(now: Duration, age_ms: u64) -> SignedTimeMs {
     to_time_ms(now).saturating_sub(i64::try_from(age_ms).unwrap_or(i64::MAX))
+}
+
+/// Returns how long before `now` the time `at` was.
+fn compute_age(now: Duration, at: SignedTimeMs) -> Duration {
+    Duration::from_millis(u64::try_from(to_time_ms(now).saturating_sub(at)).unwrap_or(0))
 }
 
 /// Converts a time on the clock of this controller to milliseconds.
@@ -52,7 +57,22 @@ pub(super) struct ReplayedReport {
 impl ReplayedReport {
     /// Returns how long before `now` the agent made the report, in milliseconds.
     pub(super) fn age_ms(&self, now: Duration) -> u64 {
-        u64::try_from(to_time_ms(now).saturating_sub(self.at)).unwrap_or(0)
+        compute_age(now, self.at).as_millis() as u64
+    }
+}
+
+/// The newest state of the run that agents keep for a later controller (the memo), with the time at
+/// which an agent got it.
+#[derive(Clone, Debug)]
+pub(super) struct AgedMemo {
+    pub(super) stored: StoredMemo,
+    at: SignedTimeMs,
+}
+
+impl AgedMemo {
+    /// Returns how long before `now` the earlier controller has sent the memo.
+    pub(super) fn age(&self, now: Duration) -> Duration {
+        compute_age(now, self.at)
     }
 }
 
@@ -70,7 +90,7 @@ pub(super) struct Adoption {
     pub(super) is_forced: bool,
     /// The newest memo, which holds the state of the run that agents keep for a later controller;
     /// `None` until the takeover of the journal begins.
-    pub(super) memo: Option<StoredMemo>,
+    pub(super) memo: Option<AgedMemo>,
 }
 
 impl Adoption {
@@ -99,10 +119,15 @@ impl Adoption {
 
     /// Finds the newest memo (the state of the run that agents keep for a later controller) among
     /// the answers of all agents.
-    pub(super) fn find_newest_memo(&self) -> Option<StoredMemo> {
-        let memos = self.adopted_agents().filter_map(|(_, agent)| agent.memo.as_deref());
-        let parsed = memos.filter_map(|memo| serde_json::from_str::<StoredMemo>(memo).ok());
-        parsed.max_by_key(|stored| (stored.memo.token, stored.memo.number))
+    pub(super) fn find_newest_memo(&self) -> Option<AgedMemo> {
+        let parsed = self.hosts.iter().filter_map(|answer| match answer {
+            HostAnswer::Adopted { agent, memo_at, .. } => {
+                let stored = serde_json::from_str(agent.memo.as_deref()?).ok()?;
+                Some(AgedMemo { stored, at: *memo_at })
+            }
+            _ => None,
+        });
+        parsed.max_by_key(|AgedMemo { stored: StoredMemo { memo, .. }, .. }| (memo.token, memo.number))
     }
 }
 

@@ -107,7 +107,7 @@ impl ControllerCore {
         let time_to_kill = (!self.setup.builtin).then_some(time_to_kill);
         let deadline_ms = time_to_kill.map(|time| time.as_millis() as u64);
         self.phase_deadline = time_to_kill.map(|time| now + time + AGENT_END_TIMEOUT);
-        self.send_memo();
+        self.send_memo(now);
         self.broadcast_to_active_agents(&ToAgent::Stop { attempt: self.attempt, deadline_ms });
     }
 
@@ -194,7 +194,7 @@ impl ControllerCore {
         let keeps_workers =
             self.setup.keeps_workers && self.restart_pause.is_some() && !stacks && !grace.is_zero();
         let leave_ms = keeps_workers.then_some(LEAVE_TIMEOUT.as_millis() as u64);
-        self.send_memo();
+        self.send_memo(now);
         let reason = reason.to_owned();
         self.broadcast_to_active_agents(&ToAgent::Kill { attempt, reason, grace_ms, stacks, leave_ms });
         let end_time = if keeps_workers { grace.max(LEAVE_TIMEOUT) } else { grace };

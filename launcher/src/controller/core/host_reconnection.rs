@@ -14,16 +14,16 @@ const MAX_RETRY_PAUSE_DOUBLINGS: u32 = 5;
 const RECONNECTION_DEFERRAL: Duration = Duration::from_secs(1);
 
 impl ControllerCore {
-    /// Schedules the next attempt to reach the lost host `id`, after a pause that doubles with each
-    /// failed attempt.
+    /// Schedules the next attempt to reach the lost host `id`: the first one at the end of the
+    /// host's quarantine, and later ones after a pause that doubles with each failed attempt.
     pub(super) fn schedule_host_reconnection(&mut self, now: Duration, id: HostIndex) {
         if !self.setup.arrival.reconnects_while_running || !self.setup.hosts[id].remote {
             return;
         }
         let host = &mut self.hosts[id];
         let wait = self.setup.arrival.quarantine * (1 << host.failed_returns.min(MAX_RETRY_PAUSE_DOUBLINGS));
+        host.return_at = if host.failed_returns == 0 { host.quarantined_until } else { now + wait };
         host.failed_returns = host.failed_returns.saturating_add(1);
-        host.return_at = now + wait;
         self.next_return = Some(self.next_return.map_or(host.return_at, |next| next.min(host.return_at)));
     }
 

@@ -67,6 +67,9 @@ pub(super) struct HostState {
     pub(super) use_reported: bool,
     /// For a lost host, the time after which no process of the job can be alive on the host.
     pub(super) quarantined_until: Duration,
+    /// For a host that an earlier controller has lost, the end of its quarantine, until this
+    /// controller handles the loss during a takeover.
+    pub(super) inherited_quarantine_end: Option<Duration>,
     /// Whether another controller has started the agent, so that it is no child of this one.
     pub(super) is_adopted: bool,
     /// Whether the host may have processes of this attempt.

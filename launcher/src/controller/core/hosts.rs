@@ -118,7 +118,7 @@ impl ControllerCore {
             self.actions.push(ControllerAction::Send(id, ToAgent::Heartbeat));
         }
         self.actions.push(ControllerAction::RecordInventory(id, inventory));
-        self.send_memo_to(id);
+        self.send_memo_to(now, id);
         // The agent has locked its host, so no earlier one is left.
         self.record_eviction(id);
         self.release_unlisted_hosts(now);
@@ -208,7 +208,7 @@ impl ControllerCore {
             }));
         }
         // The memo contains the placement.
-        self.send_memo();
+        self.send_memo(now);
         self.actions.push(ControllerAction::StartWorkers { port });
         // Hosts that were lost meanwhile have no workers of this attempt.
         let lost =
@@ -259,7 +259,9 @@ impl ControllerCore {
         let remote = self.setup.hosts[id].remote;
         let host = &mut self.hosts[id];
         (host.agent, host.keeps_copies) = (AgentConnectionState::Lost, false);
-        host.quarantined_until = if remote { now + self.setup.arrival.quarantine } else { now };
+        // The quarantine counts from the loss, which an earlier controller may have seen.
+        let quarantine_end = if remote { now + self.setup.arrival.quarantine } else { now };
+        host.quarantined_until = host.inherited_quarantine_end.take().unwrap_or(quarantine_end);
         let was_active = host.active;
         self.schedule_host_reconnection(now, id);
         self.renew_leases_behind_host(now, id);

@@ -28,7 +28,8 @@ pub(crate) enum MemoPhase {
 }
 
 /// The state of a run that only the controller knows, such as its phase and failure counts, which
-/// agents store for a later controller. Its size does not depend on the number of hosts.
+/// agents store for a later controller. Its size depends only on the hosts that have failed or are
+/// lost.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RunMemo {
     /// The token of the controller that wrote the memo.
@@ -62,6 +63,10 @@ pub(crate) struct RunMemo {
     /// The hosts that have failed or are excluded. Each item has the index of the host, the number
     /// of its failures, and whether the host is excluded.
     pub(super) troubled_hosts: Vec<(HostIndex, u32, bool)>,
+    /// The lost hosts. Each item has the index of the host, and the time for which the host is not
+    /// used from the memo on, in milliseconds.
+    #[serde(default)]
+    pub(super) lost_hosts: Vec<(HostIndex, u64)>,
 }
 
 /// An event of a controller that the journal (the run's file of events) may not contain yet.

@@ -52,7 +52,7 @@ impl ControllerCore {
             };
         }
         // The first order of this controller, from which on the agents obey no earlier one.
-        self.send_memo();
+        self.send_memo(now);
         self.resend_peer_addresses(peers);
         let reports = self.replay_events(now, reports, journal);
         self.actions.push(ControllerAction::ReportTakeover { unattended });
@@ -201,7 +201,7 @@ impl ControllerCore {
                 self.active_hosts += usize::from(!std::mem::replace(&mut host.active, true));
                 self.handle_agent_gone(now, id, end);
             } else {
-                host.agent = AgentConnectionState::NotStarted;
+                (host.agent, host.inherited_quarantine_end) = (AgentConnectionState::NotStarted, None);
             }
         }
     }

@@ -20,6 +20,7 @@ mod host_selection;
 mod lost_connections;
 mod random_events;
 mod stop_requests;
+mod takeover;
 mod worker_events;
 
 /// The exit status of a process that succeeded.
