@@ -11,7 +11,7 @@ use globset::{Glob, GlobMatcher};
 use jobspec::{
     EnvSource, JobSpec, RunSpec,
     env::{USER_OVERRIDABLE_VARIABLES, is_device_variable, is_probable_secret_name},
-    hide_secret_arguments, hide_url_passwords, is_reserved_variable, read_input_file,
+    hide_secret_arguments, hide_secret_values, is_reserved_variable, read_input_file,
 };
 use std::{borrow::Cow, env, ffi::OsString, fmt, path::Path};
 
@@ -86,12 +86,13 @@ pub(crate) fn resolve_secret_variables(run: &RunSpec) -> Result<SecretVariables,
     if errors.is_empty() { Ok(SecretVariables { referenced, passed }) } else { Err(errors) }
 }
 
-/// Returns the value of an environment variable in a form that may be printed, without passwords of
-/// URLs and without values of probable secrets.
+/// Returns the value of an environment variable in a form that may be printed. The value of a
+/// probable secret is replaced, and probable secrets within another value, such as a line
+/// `HF_TOKEN=…` or the password of a URL, are hidden.
 pub(crate) fn redact_secret_value<'a>(name: &str, value: &'a str) -> Cow<'a, str> {
     match is_probable_secret_name(name) && !value.is_empty() {
         true => REDACTED.into(),
-        false => hide_url_passwords(value),
+        false => hide_secret_values(value).into(),
     }
 }
 
@@ -274,6 +275,13 @@ mod tests {
         assert_eq!(values, [REDACTED, REDACTED, "v", "v", REDACTED, "v"]);
         job.run.env = vec![("PROXY".into(), "http://user:abc@host".into())];
         assert_eq!(redact_job_secrets(&job).run.env[0].1, "http://user:***@host");
+        // The lines of a block scalar.
+        job.run.env = vec![("DOTENV".into(), "A=b\nHF_TOKEN=abc\nC=d\n".into())];
+        assert_eq!(redact_job_secrets(&job).run.env[0].1, "A=b\nHF_TOKEN=***\nC=d\n");
+        job.run.command =
+            Some(vec!["sh".into(), "-c".into(), "export HF_TOKEN=abc\nprog --token d\n".into()]);
+        let command = redact_job_secrets(&job).run.command.expect("a command");
+        assert_eq!(command[2], "export HF_TOKEN=***\nprog --token *\n");
     }
 
     #[test]

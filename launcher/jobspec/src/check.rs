@@ -15,7 +15,7 @@ use crate::{
         decoder::JobDecoder,
         key_info::{Condition, Rule},
     },
-    secret_text::find_secret_option,
+    secret_text::{find_secret_option, hide_secret_values},
     spec::{
         checkpoint::ResumeFrom,
         cluster::{CommBackend, DeviceSelection, MasterPort},
@@ -178,6 +178,9 @@ fn warn_about_secrets(d: &mut JobDecoder, job: &JobSpec) {
         } else if hide_url_passwords(value) != **value {
             let message = format!("the URL in `{name}` contains a password, which is written in the job");
             (message, "password as `*`")
+        } else if hide_secret_values(value) != *value {
+            let message = format!("a part of `{name}` looks like a secret, which is written in the job");
+            (message, "part as `*`")
         } else {
             continue;
         };

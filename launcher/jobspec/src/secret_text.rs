@@ -141,6 +141,94 @@ pub fn hide_secret_values(text: &str) -> String {
     }
 }
 
+/// Returns the line `line` of a YAML text with probable secrets hidden, as [`hide_secret_values`]
+/// does. Hides the whole line if it belongs to a secret that begins on an earlier line, for example
+/// in a block scalar (`HF_TOKEN: |`). `before` is the text before the line.
+pub(crate) fn hide_secrets_in_yaml_line(before: &str, line: &str) -> String {
+    if !belongs_to_earlier_secret(before, line) {
+        return hide_secret_values(line);
+    }
+    let start = line.find(|c| c != ' ' && c != '-').unwrap_or(line.len());
+    line[..start].chars().chain(line[start..].chars().map(|_| '*')).collect()
+}
+
+/// Returns whether a line of a YAML text is a part of a secret that begins on an earlier line: of
+/// the value of a secret variable, or of the value after an option such as `- --token` of a list.
+/// `before` is the text before the line.
+///
+/// Lines of a value are indented more than its key, in block scalars as well as in quoted and plain
+/// text of several lines.
+fn belongs_to_earlier_secret(before: &str, line: &str) -> bool {
+    if split_last_line(before).is_some_and(|(_, earlier)| ends_with_secret_option(earlier)) {
+        return true;
+    }
+    let (mut before, mut line) = (before, line);
+    'enclosing: loop {
+        let indent = measure_indent(line);
+        let mut is_first_sibling = true;
+        while let Some((rest, earlier)) = split_last_line(before) {
+            before = rest;
+            match earlier.trim_start() {
+                "" => continue,
+                text if text.starts_with('#') => continue,
+                _ => {}
+            }
+            let earlier_indent = measure_indent(earlier);
+            if earlier_indent == indent && std::mem::take(&mut is_first_sibling) {
+                if is_option_without_value(earlier) && line.trim_start().starts_with("- ") {
+                    return true;
+                }
+            } else if earlier_indent < indent {
+                if begins_secret_value(earlier, line) {
+                    return true;
+                }
+                line = earlier;
+                continue 'enclosing;
+            }
+        }
+        return false;
+    }
+}
+
+/// Splits the last line off a text that ends with a line break. Returns the text before that line,
+/// and the line without its line break, or `None` if the text is empty.
+fn split_last_line(text: &str) -> Option<(&str, &str)> {
+    let text = text.strip_suffix('\n').unwrap_or(text);
+    let start = text.rfind('\n').map_or(0, |at| at + 1);
+    (!text.is_empty() || start > 0).then(|| (&text[..start], text[start..].trim_end()))
+}
+
+/// Returns the number of spaces at the start of a line.
+fn measure_indent(line: &str) -> usize {
+    line.len() - line.trim_start_matches(' ').len()
+}
+
+/// Returns whether `line` is an item of a list in YAML that consists of an option whose value is a
+/// secret, such as `- --token`.
+fn is_option_without_value(line: &str) -> bool {
+    let item = line.trim().strip_prefix("- ").unwrap_or_default().trim();
+    is_secret_option(item.trim_matches(['"', '\'']))
+}
+
+/// Returns whether `line`, a line of a shell script that continues on the next line, ends with an
+/// option whose value is a secret, as in `prog --token \\`.
+fn ends_with_secret_option(line: &str) -> bool {
+    let words = line.strip_suffix('\\').map(str::split_whitespace);
+    words.and_then(|mut words| words.next_back()).is_some_and(is_secret_option)
+}
+
+/// Returns whether `line`, a line of a YAML text, begins with the name of a secret variable, and
+/// the more indented line `inner` after it is a part of the value. The lines of a reference such as
+/// `from_env: NAME` contain no secret.
+fn begins_secret_value(line: &str, inner: &str) -> bool {
+    let line = line.trim_start_matches([' ', '-']);
+    let Some((name, value)) = line.split_once(':') else { return false };
+    let is_reference_line = value.trim().is_empty() && is_reference(&format!("{{{}", inner.trim_start()));
+    is_secret_name(name.trim().trim_matches(['"', '\'']), false)
+        && !is_reference(value.trim_start())
+        && !is_reference_line
+}
+
 /// Returns whether a character can be part of the name of a variable, key or option.
 fn is_name_character(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '_' | '-')
@@ -181,6 +269,8 @@ fn find_option_value_start(text: &str) -> Option<usize> {
         Some(value) => value,
         None => text.trim_start_matches(['"', '\'']).trim_start_matches([',', ' ']),
     };
+    // The line of a shell script may continue on the next one.
+    let value = value.strip_prefix("\\\n").map_or(value, |next| next.trim_start_matches(' '));
     let value = value.trim_start_matches(['"', '\'']);
     let start = text.len() - value.len();
     let end = measure_option_value(value, &text[..start]);
@@ -250,8 +340,38 @@ mod tests {
             ("HF_TOKEN: [a", "HF_TOKEN: **"),
             ("uri: https://user:abc@host/x", "uri: https://user:***@host/x"),
             ("HF_TOKEN: a\nB: c", "HF_TOKEN: *\nB: c"),
+            ("prog --token \\\n  abc\nd", "prog --token \\\n  ***\nd"),
         ] {
             assert_eq!(hide_secret_values(text), expected);
+        }
+    }
+
+    #[test]
+    fn lines_of_a_secret_that_begins_earlier_are_hidden() {
+        for (text, expected) in [
+            ("env:\n  HF_TOKEN: |\n    abc", "    ***"),
+            ("env:\n  HF_TOKEN: >-\n\n    abc\n      d e\n    f", "    *"),
+            ("env:\n  HF_TOKEN: |\n    abc\n      d e", "      ***"),
+            ("env:\n  \"HF_TOKEN\": \"abc\n    def\"", "    ****"),
+            ("env:\n  HF_TOKEN:\n    # comment\n    abc", "    ***"),
+            ("- HF_TOKEN: |\n    abc", "    ***"),
+            ("command:\n  - a\n  - --token\n  - abc", "  - ***"),
+            ("command:\n- \"--token\"\n- |\n  abc\n  def", "  ***"),
+            // Lines of other values, and references.
+            ("env:\n  HF_TOKEN: |\n    abc\n  B: c", "  B: c"),
+            ("env:\n  HF_TOKEN: |\n    abc\nb: c", "b: c"),
+            ("env:\n  HF_TOKEN:\n    from_env: X", "    from_env: X"),
+            ("env:\n  HF_TOKEN: {from_env:\n    X}", "    X}"),
+            ("command:\n  - --token\n  - abc\n  - d", "  - d"),
+            ("command:\n  - --verbose\n  - abc", "  - abc"),
+            ("command:\n  - |\n    export HF_TOKEN=abc\n    run d", "    run d"),
+            ("command:\n  - |\n    export HF_TOKEN=abc", "    export HF_TOKEN=***"),
+            ("a: |\n  HF_TOKEN:\n    abc", "    ***"),
+            ("a: |\n  prog --token \\\n    abc", "    ***"),
+            ("abc", "abc"),
+        ] {
+            let start = text.rfind('\n').map_or(0, |at| at + 1);
+            assert_eq!(hide_secrets_in_yaml_line(&text[..start], &text[start..]), expected, "{text}");
         }
     }
 

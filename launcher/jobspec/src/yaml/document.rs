@@ -5,7 +5,7 @@ use super::{
     text_file::{MAX_JOB_BYTES, decode_utf8, file_error, read_limited_file, reject_control_characters},
     tree::{SourceSpan, YamlNode, YamlValue, make_excerpt},
 };
-use crate::url_password::hide_url_passwords;
+use crate::secret_text::hide_secret_values;
 use diagnostic::{
     Location,
     codes::{command, job as codes},
@@ -67,9 +67,9 @@ impl DocumentItem {
     }
 
     /// Describes the value for an error message, such as ``the text `abc` ``, `3` or `a list`,
-    /// without passwords of URLs.
+    /// without probable secrets.
     pub fn describe(&self) -> String {
-        let raw = make_excerpt(&hide_url_passwords(&self.text));
+        let raw = make_excerpt(&hide_secret_values(&self.text));
         match &self.value {
             DocumentValue::Null => "nothing".to_owned(),
             DocumentValue::Bool(_) | DocumentValue::Int(_) | DocumentValue::Float(_) => raw,

@@ -1,6 +1,6 @@
 //! [`SourceMap`]: the texts that a job is read from, and the position of every key in these texts.
 use super::tree::{SourceSpan, YamlNode, YamlValue};
-use crate::secret_text::hide_secret_values;
+use crate::secret_text::{hide_secret_values, hide_secrets_in_yaml_line};
 use diagnostic::{Diagnostic, Location};
 use std::{collections::BTreeMap, ops::Range};
 
@@ -153,14 +153,9 @@ impl SourceMap {
         };
         match text {
             JobText::File { name, text } => {
-                let (line, column, width, line_text) = compute_line_position(text, span);
-                Location::Line {
-                    file: name.clone(),
-                    line,
-                    column,
-                    width,
-                    text: hide_secret_values(&line_text),
-                }
+                let (line, column, width, bytes) = compute_line_position(text, span);
+                let text = hide_secrets_in_yaml_line(&text[..bytes.start], text[bytes].trim_end());
+                Location::Line { file: name.clone(), line, column, width, text }
             }
             JobText::CommandLine { name, arguments, .. } => {
                 let start = span.start as usize;
@@ -172,8 +167,14 @@ impl SourceMap {
                 }
             }
             JobText::Override { text } => {
-                let (_, column, width, line_text) = compute_line_position(text, span);
-                Location::Override { column, width, text: hide_secret_values(&line_text) }
+                let (_, column, width, bytes) = compute_line_position(text, span);
+                let first = text.lines().next().unwrap_or_default();
+                let line = text[bytes.clone()].trim_end();
+                let text = match bytes.start > 0 && hide_secret_values(first) != first {
+                    true => "*".repeat(line.chars().count()),
+                    false => hide_secrets_in_yaml_line(&text[..bytes.start], line),
+                };
+                Location::Override { column, width, text }
             }
         }
     }
@@ -197,8 +198,8 @@ pub(crate) fn join_key_path(parent: &str, key: &str) -> String {
 }
 
 /// Returns the line and column (counted from 1) of a span in `text`, the width of the span in
-/// characters, and the text of its line. The width is at least 1, and only covers the first line.
-fn compute_line_position(text: &str, span: SourceSpan) -> (u32, u32, u32, String) {
+/// characters, and the bytes of its line. The width is at least 1, and only covers the first line.
+fn compute_line_position(text: &str, span: SourceSpan) -> (u32, u32, u32, Range<usize>) {
     let start = floor_char_boundary(text, span.start as usize);
     let end = floor_char_boundary(text, span.end as usize).max(start);
     let line_start = text[..start].rfind('\n').map_or(0, |i| i + 1);
@@ -206,7 +207,7 @@ fn compute_line_position(text: &str, span: SourceSpan) -> (u32, u32, u32, String
     let line = text[..start].bytes().filter(|&b| b == b'\n').count() as u32 + 1;
     let column = text[line_start..start].chars().count() as u32 + 1;
     let width = text[start..end.min(line_end)].trim_end().chars().count().max(1) as u32;
-    (line, column, width, text[line_start..line_end].trim_end().to_owned())
+    (line, column, width, line_start..line_end)
 }
 
 /// Returns the last character boundary of `text` at or before the byte offset `at`.

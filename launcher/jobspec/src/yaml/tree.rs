@@ -1,5 +1,5 @@
 //! [`YamlNode`]: a YAML value with its children, and with the span of text that it was read from.
-use crate::url_password::hide_url_passwords;
+use crate::secret_text::hide_secret_values;
 
 /// The largest number of characters of a value that an error message quotes.
 const MAX_EXCERPT_CHARS: usize = 60;
@@ -64,9 +64,9 @@ impl PartialEq for YamlNode {
 
 impl YamlNode {
     /// Describes the value for an error message, such as ``the text `abc` ``, `3` or `a list`,
-    /// without passwords of URLs.
+    /// without probable secrets.
     pub(crate) fn describe(&self) -> String {
-        let raw = make_excerpt(&hide_url_passwords(&self.raw));
+        let raw = make_excerpt(&hide_secret_values(&self.raw));
         match &self.value {
             YamlValue::Null => "nothing".to_owned(),
             YamlValue::Bool(_) | YamlValue::Int(_) | YamlValue::Float(_) => raw,

@@ -272,6 +272,29 @@ fn secrets_in_the_job_are_reported_once_and_not_shown() {
 }
 
 #[test]
+fn secrets_of_several_lines_are_not_shown() {
+    for wrong in [
+        "run:\n  command: [a]\n  env:\n    HF_TOKEN: |\n      hunter2 \u{1}\n",
+        "run:\n  command: [a]\n  env:\n    HF_TOKEN: >\n      a\n        hunter2 \u{1}\n",
+        "run:\n  command: [a]\n  env:\n    HF_TOKEN: \"a\n      hunter2 \u{1}\"\n",
+        "run:\n  command:\n    - a\n    - --token\n    - hunter2 \u{1}\n",
+    ] {
+        let errors = try_load_text(wrong, &[]).expect_err("a control character");
+        assert_eq!(errors[0].code(), codes::JOB_CONTROL_CHARACTER);
+        assert!(errors[0].location().is_some_and(|location| location.line() >= 5), "{errors:?}");
+        assert!(!render_all(&errors, false).contains("hunter2"), "{}", render_all(&errors, false));
+    }
+    let set = ["run.env.HF_TOKEN=a\nhunter2 \u{1}"];
+    let errors = try_load_text("run: {command: [a]}", &set).expect_err("a control character");
+    assert!(!render_all(&errors, false).contains("hunter2"), "{}", render_all(&errors, false));
+    let (_, _, warnings) =
+        load_text("run:\n  command: [a]\n  env:\n    DOTENV: |\n      A=b\n      HF_TOKEN=hunter2\n", &[]);
+    let found: Vec<_> = warnings.iter().map(|warning| (warning.code(), warning.subject())).collect();
+    assert_eq!(found, [(codes::JOB_SECRET_IN_FILE, Some("run.env.DOTENV"))]);
+    assert!(!render_all(&warnings, false).contains("hunter2"));
+}
+
+#[test]
 fn a_key_by_its_present_and_its_deprecated_name_is_a_conflict() {
     let text = "run: {command: [a], grace: 5s, grace_period: 6s}";
     let errors = try_load_text(text, &[]).expect_err("a conflict");
