@@ -390,7 +390,7 @@ fn a_program_that_cannot_be_started_is_reported_with_the_reason() {
         fs::write(job.path("job.yaml"), yaml).unwrap();
         let ended = job.run(&["--json"]);
         let failure = ended.expect_one_event("failure");
-        assert_eq!((ended.exit_code(), &failure["code"]), (1, &code.into()), "{failure}");
+        assert_eq!((ended.exit_code(), &failure["code"]), (3, &code.into()), "{failure}");
         assert_eq!(failure["reason"]["kind"], "start_failed", "{failure}");
         messages += &format!("{command}: {}\n", failure["message"].as_str().unwrap());
     }

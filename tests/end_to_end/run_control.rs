@@ -200,7 +200,7 @@ fn a_detached_run_that_does_not_start_returns_the_error() {
     let operator = ControlledJob::new(SERVICE_JOB);
     for (name, args, exit_code) in [
         ("detached_wrong_job", &["job.yaml", "--detach", "--set", "run.commands=x"][..], 2),
-        ("detached_missing_program", &["run", "--detach", "--", "./not-there"], 1),
+        ("detached_missing_program", &["run", "--detach", "--", "./not-there"], 3),
         ("detached_internal_option", &["job.yaml", "--detached", "x:0"], 2),
     ] {
         let rejected = operator.run_launch(args);

@@ -104,7 +104,7 @@ fn a_failed_activation_is_explained() {
     ] {
         let began = Instant::now();
         let ran = run(activate);
-        assert_eq!((ran.code, ran.failure_code()), (1, code), "{:?}", ran.expect_failure());
+        assert_eq!((ran.code, ran.failure_code()), (3, code), "{:?}", ran.expect_failure());
         assert!(began.elapsed() < Duration::from_secs(60));
     }
     let ran = run("{script: license.sh}");
@@ -144,6 +144,6 @@ fn each_host_activates_its_environment() {
 
     hosts.run_shell("h1", "rm /root/.bash_profile");
     let ran = FinishedRun::from_output(&job_dir.run_launch(&["job.yaml", "--json"]));
-    assert_eq!((ran.code, ran.failure_code()), (1, "activation-conda-missing"));
+    assert_eq!((ran.code, ran.failure_code()), (3, "activation-conda-missing"));
     assert_eq!(ran.failure_diagnostics()[0]["fields"]["host"], "h1");
 }

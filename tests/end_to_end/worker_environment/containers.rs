@@ -128,10 +128,10 @@ fn unusable_containers_are_rejected() {
         (ran.code, ran.failure_code().to_owned(), ran.failure_message().to_owned())
     };
     let (code, failure, message) = run("{image: image, runtime: enroot}");
-    assert_eq!((code, failure.as_str()), (1, "container-runtime-missing"), "{message}");
+    assert_eq!((code, failure.as_str()), (3, "container-runtime-missing"), "{message}");
     assert!(message.contains("`enroot`"), "{message}");
     let (code, failure, message) = run("{image: image, runtime: podman, mounts: [/no/such/data]}");
-    assert_eq!((code, failure.as_str()), (1, "container-mount-unusable"), "{message}");
+    assert_eq!((code, failure.as_str()), (3, "container-mount-unusable"), "{message}");
 
     let train = JobDirectory::new();
     let (code, error) = train.expect_rejection(&[

@@ -86,7 +86,7 @@ fn signals_reach_the_process_below_a_wrapper() {
 fn unusable_wrappers_are_rejected() {
     let job_dir = create_job("[{ranks: all, command: [no-such-profiler, -o, x]}]", "touch started");
     let ran = FinishedRun::from_output(&job_dir.run_launch(&["job.yaml", "--json"]));
-    assert_eq!((ran.code, ran.failure_code()), (1, "worker-wrapper-missing"));
+    assert_eq!((ran.code, ran.failure_code()), (3, "worker-wrapper-missing"));
     assert!(ran.failure_message().contains("no-such-profiler"), "{}", ran.failure_message());
     assert!(!job_dir.path("started").exists());
 

@@ -401,15 +401,17 @@ fn an_attempt_without_a_plan_or_rendezvous_ends_the_run() {
 
 #[test]
 fn a_worker_that_cannot_be_started_is_reported_with_its_code() {
-    let mut harness = CoreHarness::new(1, 1, false);
-    harness.send_hello(0);
-    harness.report_plan_ready();
-    let diagnostic = Diagnostic::error(run::WORKER_START_FAILED, "no such program in PATH");
-    let message = FromAgent::Failed { attempt: 0, rank: Some(0), diagnostic };
-    let actions = harness.feed_input(ControllerInput::Agent(0, message));
-    let reason = FailureReason::StartFailed { code: run::WORKER_START_FAILED };
-    assert_eq!(find_failure_reason(&actions), Some((Some(0), reason)));
-    assert_eq!(find_outcome(&harness.report_workers_ended(0)).unwrap().exit_code, 1);
+    // The exit code is the one that docs/errors.md states for the code.
+    for (code, exit_code) in [(run::WORKER_START_FAILED, 1), (codes::host::WORKER_PROGRAM_MISSING, 3)] {
+        let mut harness = CoreHarness::new(1, 1, false);
+        harness.send_hello(0);
+        harness.report_plan_ready();
+        let diagnostic = Diagnostic::error(code, "no such program in PATH");
+        let message = FromAgent::Failed { attempt: 0, rank: Some(0), diagnostic };
+        let actions = harness.feed_input(ControllerInput::Agent(0, message));
+        assert_eq!(find_failure_reason(&actions), Some((Some(0), FailureReason::StartFailed { code })));
+        assert_eq!(find_outcome(&harness.report_workers_ended(0)).unwrap().exit_code, exit_code);
+    }
 }
 
 #[test]

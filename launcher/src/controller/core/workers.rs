@@ -210,10 +210,11 @@ impl ControllerCore {
     }
 
     /// Fails the current start of all workers (attempt) because an agent could not start or
-    /// supervise one of them.
+    /// supervise one of them. The exit code of `launch` is that of the diagnostic's code: 3 if, for
+    /// example, the host lacks the program.
     fn handle_worker_failure(&mut self, now: Duration, host: HostIndex, rank: Rank, diagnostic: Diagnostic) {
         let joining = matches!(self.state, AttemptState::Joining | AttemptState::Preparing);
-        let exit_code = if joining { exit::CLUSTER } else { exit::FAILED };
+        let exit_code = if joining { exit::CLUSTER } else { diagnostic.category().exit_code() };
         let code = diagnostic.code();
         let seconds = diagnostic.field("seconds").and_then(|seconds| seconds.as_u64()).unwrap_or(0);
         let was_started = self.find_worker(host, rank).is_some_and(|w| w.pid.is_some());
