@@ -12,6 +12,8 @@ mod dashboard;
 mod deepspeed;
 mod devices;
 mod drop_in;
+#[path = "../../worker/device/tests/emulated_amx/library.rs"]
+mod emulated_amx;
 #[path = "../../worker/device/tests/emulated_gpu/mod.rs"]
 mod emulated_gpu;
 #[path = "../../worker/comm/tests/emulated_nccl/mod.rs"]

@@ -1,6 +1,9 @@
 //! Tests training in bf16 and fp16, end to end, with real processes. The losses are bit-equal for
 //! every number of workers and after a resume, and every overflow is reported.
-use crate::support::{self, FinishedRun, JobDirectory};
+use crate::{
+    emulated_amx,
+    support::{self, FinishedRun, JobDirectory},
+};
 use serde_json::Value;
 use std::fs;
 
@@ -122,4 +125,33 @@ fn fp16_skips_steps_that_overflow_and_reports_each() {
     assert_eq!(failed.code, 1, "{}", failed.stderr);
     assert_eq!(failed.failure_code(), "gradient-not-finite", "{}", failed.expect_failure());
     job_dir.assert_snapshot("fp16_smallest_scale_overflows", failed.failure_message());
+}
+
+/// AMX is emulated on CPUs with AVX-512, and the emulator can compute wrong results.
+#[test]
+fn a_host_whose_amx_computes_wrong_results_is_reported() {
+    let flags = fs::read_to_string("/proc/cpuinfo").unwrap();
+    if flags.contains("amx_tile") || !flags.contains("avx512bw") {
+        return;
+    }
+    let job_dir = JobDirectory::new();
+    let set = ["train.precision=bf16", "train.steps=2"].into_iter().chain(WITHOUT_CHECKPOINTS);
+    let arguments: Vec<&str> =
+        ["job.yaml", "--json"].into_iter().chain(set.flat_map(|set| ["--set", set])).collect();
+    let run = |error: Option<&str>| {
+        let mut command = job_dir.launch_command(&arguments);
+        command.env("LD_PRELOAD", emulated_amx::library());
+        error.map(|value| command.env(emulated_amx::ERROR_VARIABLE, value));
+        FinishedRun::from_output(&command.output().unwrap()).expect_success()
+    };
+    let list_warnings = |ran: &FinishedRun| -> Vec<Value> {
+        let notices = ran.events_named("notice").into_iter().cloned();
+        notices.filter(|notice| notice["diagnostics"][0]["code"] == "cpu-instructions-wrong").collect()
+    };
+    let (sound, wrong) = (run(None), run(Some("1")));
+    assert_eq!(list_warnings(&sound), [] as [Value; 0]);
+    let warnings = list_warnings(&wrong);
+    assert_eq!((warnings.len(), &warnings[0]["rank"]), (1, &0.into()), "{warnings:?}");
+    assert_eq!(warnings[0]["diagnostics"][0]["severity"], "warning");
+    assert_eq!(wrong.collect_losses(), sound.collect_losses(), "the wrong results are not used");
 }

@@ -176,7 +176,7 @@ fn train_as_rank(
     let job = &init.job;
     let train = &make_train_paths_absolute(init)?;
     let is_leader = init.rank == 0;
-    kept.open_device_and_tokenizer(init, train)?;
+    kept.open_device_and_tokenizer(session, init, train)?;
     let KeptResources { device: Some(device), tokenizer: Some(tokenizer), samples, memory, .. } = kept else {
         return Err(Error::new(codes::run::INTERNAL, "the device and the tokenizer are not open"));
     };

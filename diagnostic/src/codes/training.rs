@@ -100,6 +100,11 @@ codes! {
         cause: "The name is misspelled, or a host has an older CPU than the others.",
         remedy: "Set LAUNCH_MAX_CPU_ISA to one of the names in the message, or unset it.",
     }
+    CPU_INSTRUCTIONS_WRONG: Cluster = "cpu-instructions-wrong" {
+        summary: "The CPUs of a host compute wrong results with some of their instructions, which are not used.",
+        cause: "An error of the CPU or of the hypervisor. The message names the instructions.",
+        remedy: "Update the microcode of the CPU or the hypervisor, or use another host. With the remaining instructions, training has the right results, but is slower.",
+    }
     WORKER_THREAD_FAILED: Cluster = "worker-thread-failed" {
         summary: "A worker could not start a thread.",
         cause: "The memory is exhausted, or the limit of processes is reached (`ulimit -u`, `pids.max` of the control group).",

@@ -37,11 +37,19 @@ impl KeptResources {
     }
 
     /// Opens the device and the tokenizer and limits the number of threads, unless this process has
-    /// done so in an earlier attempt (start of all workers).
-    pub(super) fn open_device_and_tokenizer(&mut self, init: &WorkerInit, train: &TrainSpec) -> Result<()> {
+    /// done so in an earlier attempt (start of all workers). Sends warnings about the device to the
+    /// controller.
+    pub(super) fn open_device_and_tokenizer(
+        &mut self,
+        session: &AgentSession,
+        init: &WorkerInit,
+        train: &TrainSpec,
+    ) -> Result<()> {
         if self.device.is_none() {
             limit_cpu_threads(init.threads as usize)?;
-            self.device = Some(RankDevice::open(init)?);
+            let device = RankDevice::open(init)?;
+            device.report_rejected_instructions(session, init)?;
+            self.device = Some(device);
         }
         if self.tokenizer.is_none() {
             let tokenizer = TextTokenizer::open(&train.data.tokenizer, &init.workdir);

@@ -19,8 +19,8 @@ use device::{
     cuda::{CudaLibrary, LibrarySearchPaths},
 };
 use diagnostic::{Category, Diagnostic, codes};
-use jobspec::{ClusterSpec, CommBackend, CudaGraphMode, Precision, TrainSpec, env};
-use protocol::control::WorkerInit;
+use jobspec::{ClusterSpec, CommBackend, CudaGraphMode, Precision, TrainSpec, env, ids::Rank};
+use protocol::{control::WorkerInit, event::Event};
 use std::{sync::Arc, time::Duration};
 
 /// The longest wait until all ranks have joined the NCCL communicator.
@@ -38,11 +38,7 @@ impl RankDevice {
     pub(super) fn open(init: &WorkerInit) -> Result<RankDevice> {
         let cluster = &init.job.cluster;
         if !cluster.trains_on_gpus() {
-            let cpu = open_cpu(init.threads as usize)?;
-            if let Some(rejected) = cpu.describe_rejected_instructions() {
-                println!("warning: {rejected}");
-            }
-            return Ok(RankDevice::Cpu(Arc::new(cpu)));
+            return Ok(RankDevice::Cpu(Arc::new(open_cpu(init.threads as usize)?)));
         }
         let paths = collect_library_search_paths(&cluster.cuda_library_paths, &init.workdir);
         let cuda = Cuda::open(&paths, 0, find_kernel_cache_directory()).map_err(to_unusable_gpu_error)?;
@@ -54,6 +50,20 @@ impl RankDevice {
             println!("compiled kernels are not cached: {error}");
         }
         Ok(RankDevice::Gpu(Arc::new(cuda), paths))
+    }
+
+    /// On the first rank of each host, sends the controller a warning if the CPUs of the host
+    /// compute wrong results with some of their instructions, which are therefore not used.
+    pub(super) fn report_rejected_instructions(
+        &self,
+        session: &AgentSession,
+        init: &WorkerInit,
+    ) -> Result<()> {
+        let RankDevice::Cpu(cpu) = self else { return Ok(()) };
+        match cpu.describe_rejected_instructions().filter(|_| init.local_rank == 0) {
+            Some(rejected) => session.send_event(build_rejected_instructions_event(init.rank, rejected)),
+            None => Ok(()),
+        }
     }
 
     /// Returns the implementation of operations (matmuls, copies and so on) for this device.
@@ -118,6 +128,13 @@ impl RankDevice {
         session.add_abort_handler(move |reason| aborted.abort(reason));
         Ok(comm)
     }
+}
+
+/// Builds the warning of the rank `rank` that some instructions of its CPUs are not used, for the
+/// reason `rejected`.
+fn build_rejected_instructions_event(rank: Rank, rejected: &str) -> Event {
+    let warning = Diagnostic::warning(codes::training::CPU_INSTRUCTIONS_WRONG, rejected).with_remedy();
+    Event::new_diagnostic_notice(Some(rank), rejected.to_owned(), &warning)
 }
 
 /// Opens the CPUs of the host, with the best instruction set, or with the one that the environment

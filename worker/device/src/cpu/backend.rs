@@ -59,7 +59,7 @@ impl Cpu {
         format!("{}, {threads} thread{plural}", self.instruction_set.name())
     }
 
-    /// Explains, as a sentence for the log, why the backend does not use some vector instructions
+    /// Explains, as a sentence for a warning, why the backend does not use some vector instructions
     /// that this machine has. Returns `None` if all instructions are used that this backend knows.
     pub fn describe_rejected_instructions(&self) -> Option<&'static str> {
         InstructionSet::describe_rejected()

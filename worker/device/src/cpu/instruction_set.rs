@@ -80,7 +80,7 @@ impl InstructionSet {
         }
     }
 
-    /// Returns a sentence for the log if AMX computes wrong results on this machine and is
+    /// Returns a sentence for a warning if AMX computes wrong results on this machine and is
     /// therefore not used, and `None` otherwise.
     pub(crate) fn describe_rejected() -> Option<&'static str> {
         #[cfg(target_arch = "x86_64")]
