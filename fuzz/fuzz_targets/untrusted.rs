@@ -42,7 +42,7 @@ type FuzzTarget = fn(&[u8]);
 
 /// The fuzz targets (functions that pass fuzzed bytes to one parser each), with the names by which
 /// `FUZZ_TARGET` selects them. `fuzz/run` reads the names from these lines.
-const TARGETS: [(&str, FuzzTarget); 39] = [
+const TARGETS: [(&str, FuzzTarget); 40] = [
     ("adapter_config", |bytes| drop(ckpt::untrusted::parse_adapter_config(bytes))),
     ("dcp_metadata", |bytes| drop(ckpt::untrusted::parse_dcp_metadata(bytes))),
     ("manifest", |bytes| drop(ckpt::untrusted::parse_manifest(bytes))),
@@ -71,6 +71,7 @@ const TARGETS: [(&str, FuzzTarget); 39] = [
     ("invitation", |bytes| drop(launcher::untrusted::parse_invitation(bytes))),
     ("job", |bytes| drop(launcher::untrusted::parse_job(bytes))),
     ("journal", |bytes| drop(launcher::untrusted::parse_journal(bytes))),
+    ("mlflow_answer", |bytes| drop(launcher::untrusted::parse_mlflow_answer(bytes))),
     ("run_record", |bytes| drop(launcher::untrusted::parse_run_record(bytes))),
     ("slurm", |bytes| drop(launcher::untrusted::parse_allocation_variables(bytes))),
     ("socket_answer", |bytes| drop(launcher::untrusted::parse_socket_answer(bytes))),

@@ -18,6 +18,7 @@ pub(crate) use settings::{MlflowSettings, resolve_mlflow_settings};
 
 use diagnostic::Diagnostic;
 use jobspec::JobSpec;
+use rest_client::RequestError;
 use std::path::Path;
 use stored_run::StoredMlflowRun;
 
@@ -32,4 +33,22 @@ pub(crate) fn resolve_stored_settings(
         spec.uri = Some(stored.uri);
     }
     resolve_mlflow_settings(&job)
+}
+
+/// Parses untrusted text as an answer of an MLflow server: a line with the HTTP status, and the
+/// body. Also reads the IDs of an experiment and of runs from the answer, which may lack them.
+pub(crate) fn parse_untrusted_answer(text: &str) -> Result<(), RequestError> {
+    let no_status = || RequestError::Unavailable("the first line is not an HTTP status".to_owned());
+    let (status, body) = text.split_once('\n').ok_or_else(no_status)?;
+    let status = status.parse().map_err(|_| no_status())?;
+    match rest_client::classify_answer(status, body) {
+        Ok(answer) => {
+            _ = run_recorder::read_experiment_id(&answer);
+            _ = run_recorder::read_created_run_id(&answer);
+            _ = run_recorder::read_found_run_id(&answer);
+            Ok(())
+        }
+        Err(RequestError::Rejected { .. }) => Ok(()),
+        Err(error) => Err(error),
+    }
 }

@@ -219,6 +219,12 @@ pub fn parse_journal(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
+/// Parses untrusted text as an answer of an MLflow server to a request: a line with the HTTP
+/// status, and the body.
+pub fn parse_mlflow_answer(bytes: &[u8]) -> ParseResult {
+    Ok(crate::mlflow::parse_untrusted_answer(str::from_utf8(bytes)?)?)
+}
+
 /// Parses untrusted bytes as the kernel's answer to the question which user owns a socket
 /// (sock_diag).
 pub fn parse_socket_answer(bytes: &[u8]) -> ParseResult {

@@ -53,7 +53,7 @@ pub use spec::{
     join::JoinSpec,
     lora::{LoraSpec, LoraTargets},
     model::ModelSpec,
-    observe::{MetricsAddress, MlflowSpec, ObserveSpec, is_server_address},
+    observe::{MAX_MLFLOW_NAME_BYTES, MetricsAddress, MlflowSpec, ObserveSpec, is_server_address},
     optimizer::{OptimizerName, OptimizerSpec},
     param_groups::ParamGroupSpec,
     ports::PortSelection,

@@ -29,12 +29,14 @@ const MAX_SHOWN_CHARS: usize = 200;
 const TRANSIENT_STATUS_CODES: [u16; 3] = [408, 425, 429];
 
 /// The reason why a request to an MLflow server has failed.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) enum RequestError {
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub(crate) enum RequestError {
     /// The request may succeed later: the server is not available, or rejects the credentials.
     /// Contains the reason.
+    #[error("{0}")]
     Unavailable(String),
     /// MLflow has rejected the request, and will reject it again.
+    #[error("{code}: {message}")]
     Rejected {
         /// The code of MLflow's error, such as `RESOURCE_DOES_NOT_EXIST`.
         code: String,
@@ -117,7 +119,7 @@ fn read_answer(answer: Result<ureq::http::Response<ureq::Body>, ureq::Error>) ->
 }
 
 /// Returns the content of an answer of the MLflow server, or the error that the answer contains.
-fn classify_answer(status: u16, text: &str) -> Result<Value, RequestError> {
+pub(super) fn classify_answer(status: u16, text: &str) -> Result<Value, RequestError> {
     let json: Option<Value> = serde_json::from_str(text).ok();
     let field = |name: &str| json.as_ref().and_then(|json| json[name].as_str()).map(shorten_server_text);
     let reason = |reason: &str| match field("message") {

@@ -213,8 +213,7 @@ impl RunRecorder {
             }
             found => found?,
         };
-        let id = found["experiment_id"].as_str().or(found["experiment"]["experiment_id"].as_str());
-        check_mlflow_id(id, "experiment")
+        read_experiment_id(&found)
     }
 
     /// Creates a run on the MLflow server for the data of this run of launch, with tags such as the
@@ -241,7 +240,7 @@ impl RunRecorder {
                 "tags": format_tags(&tags),
             }),
         )?;
-        check_mlflow_id(created["run"]["info"]["run_id"].as_str(), "run")
+        read_created_run_id(&created)
     }
 
     /// Finds the run on the MLflow server that was created earlier for this job's run, by its tag
@@ -250,7 +249,7 @@ impl RunRecorder {
         let filter = format!("tags.`launch.run` = '{}'", self.run.run.replace('\'', ""));
         let request = json!({"experiment_ids": [experiment], "filter": filter, "max_results": 1});
         let runs = client.post("runs/search", &request)?;
-        Ok(runs["runs"][0]["info"]["run_id"].as_str().map(str::to_owned))
+        read_found_run_id(&runs)
     }
 }
 
@@ -284,6 +283,25 @@ fn update_mlflow_run_state(
     Ok(())
 }
 
+/// Returns the ID of the experiment that the MLflow server has found or created.
+pub(super) fn read_experiment_id(answer: &Value) -> Result<String, RecordError> {
+    let id = answer["experiment_id"].as_str().or(answer["experiment"]["experiment_id"].as_str());
+    check_mlflow_id(id, "experiment")
+}
+
+/// Returns the ID of the run that the MLflow server has created.
+pub(super) fn read_created_run_id(answer: &Value) -> Result<String, RecordError> {
+    check_mlflow_id(answer["run"]["info"]["run_id"].as_str(), "run")
+}
+
+/// Returns the ID of the run that the MLflow server has found, or `None` if it has found none.
+pub(super) fn read_found_run_id(answer: &Value) -> Result<Option<String>, RecordError> {
+    match answer["runs"][0]["info"]["run_id"].as_str() {
+        Some(id) => check_mlflow_id(Some(id), "run").map(Some),
+        None => Ok(None),
+    }
+}
+
 /// Returns the ID of a run or an experiment from an answer of the MLflow server, after checking its
 /// length and its characters. IDs are parts of addresses that are shown.
 fn check_mlflow_id(id: Option<&str>, kind: &str) -> Result<String, RecordError> {
@@ -300,4 +318,31 @@ fn read_status(run_dir: &Path) -> Option<RunMeasurements> {
     let status: RunMeasurements = serde_json::from_slice(&bytes).ok()?;
     let is_recent = read_unix_time() - status.time < MAX_STATUS_AGE_S;
     (status.version == STATUS_VERSION && is_recent).then_some(status)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_of_the_server_are_checked() {
+        let answer = |id: &str| {
+            json!({
+                "experiment_id": id,
+                "run": {"info": {"run_id": id}},
+                "runs": [{"info": {"run_id": id}}],
+            })
+        };
+        let good = answer("0f3c-1");
+        assert_eq!(read_experiment_id(&good), Ok("0f3c-1".into()));
+        assert_eq!(read_created_run_id(&good), Ok("0f3c-1".into()));
+        assert_eq!(read_found_run_id(&good), Ok(Some("0f3c-1".into())));
+        assert_eq!(read_found_run_id(&json!({"runs": []})), Ok(None));
+        for bad in ["", "a/../b", &"x".repeat(65)] {
+            let bad = answer(bad);
+            assert!(read_experiment_id(&bad).is_err());
+            assert!(read_created_run_id(&bad).is_err());
+            assert!(read_found_run_id(&bad).is_err());
+        }
+    }
 }

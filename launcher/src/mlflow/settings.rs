@@ -5,7 +5,7 @@ use diagnostic::{
     codes::{host, job as job_codes},
 };
 use jobspec::{
-    JobSpec,
+    JobSpec, MAX_MLFLOW_NAME_BYTES,
     env::{
         MLFLOW_EXPERIMENT_NAME, MLFLOW_TRACKING_INSECURE_TLS, MLFLOW_TRACKING_PASSWORD,
         MLFLOW_TRACKING_SERVER_CERT_PATH, MLFLOW_TRACKING_TOKEN, MLFLOW_TRACKING_URI,
@@ -17,8 +17,6 @@ use std::{ffi::OsString, fmt, path::PathBuf};
 
 /// The name of the job.yaml key with the MLflow settings, for use in error messages.
 const MLFLOW_JOB_KEY: &str = "observe.mlflow";
-/// The largest length of the name of an MLflow experiment, in bytes.
-const MAX_NAME_BYTES: usize = 500;
 
 /// The settings for recording a run with MLflow: the server, its credentials, and the names of the
 /// experiment and the run. The credentials come from environment variables, and are never printed
@@ -102,8 +100,9 @@ fn resolve_settings_with_env(
         errors.push(build_variable_error(MLFLOW_TRACKING_URI, reason).with_help(help));
     }
     let experiment = experiment.unwrap_or_else(|| job.name.clone());
-    if experiment.len() > MAX_NAME_BYTES {
-        errors.push(build_variable_error(MLFLOW_EXPERIMENT_NAME, "is longer than 500 bytes"));
+    if experiment.len() > MAX_MLFLOW_NAME_BYTES {
+        let reason = format!("is longer than {MAX_MLFLOW_NAME_BYTES} bytes");
+        errors.push(build_variable_error(MLFLOW_EXPERIMENT_NAME, &reason));
     }
     if !errors.is_empty() {
         return Err(errors.into_iter().map(|error| error.with_subject(MLFLOW_JOB_KEY)).collect());

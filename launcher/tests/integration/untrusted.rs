@@ -16,7 +16,7 @@ const TOKENS: &[u8] = b"[]-,:@=&*!{}\n \t#\"'|%\0\xff\x80\xdd\xdf\xc6";
 type Parser = fn(&[u8]) -> ParseResult;
 
 /// The parsers under test, each with the file extension of its inputs in the corpus.
-const PARSERS: [(&str, Parser); 15] = [
+const PARSERS: [(&str, Parser); 16] = [
     ("control", launcher::untrusted::parse_control_stream),
     ("hostfile", launcher::untrusted::parse_hostfile),
     ("hosts", launcher::untrusted::parse_host_list),
@@ -33,6 +33,7 @@ const PARSERS: [(&str, Parser); 15] = [
     ("encrypted", launcher::untrusted::parse_encrypted_connection),
     ("tree", launcher::untrusted::parse_tree_frames),
     ("dump", launcher::untrusted::parse_flight_recorder),
+    ("mlflow", launcher::untrusted::parse_mlflow_answer),
 ];
 
 /// Returns the names and the contents of the files in `tests/corpus`, and of the valid streams of

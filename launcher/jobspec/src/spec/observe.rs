@@ -11,7 +11,7 @@ use std::{net::SocketAddr, path::PathBuf};
 /// The largest length of the address of a server, in bytes.
 const MAX_URI_BYTES: usize = 2048;
 /// The largest length of the name of an MLflow experiment or run, in bytes.
-const MAX_NAME_BYTES: usize = 500;
+pub const MAX_MLFLOW_NAME_BYTES: usize = 500;
 /// The longest path of a Unix socket on Linux, in bytes.
 const MAX_SOCKET_PATH_BYTES: usize = 107;
 
@@ -84,7 +84,9 @@ fn metrics_address_type() -> ValueType<String> {
 fn mlflow_name_type() -> ValueType<String> {
     let expected = "text of at most 500 bytes";
     text_type()
-        .restricted_to(expected, json!({"maxLength": MAX_NAME_BYTES}), |name| name.len() <= MAX_NAME_BYTES)
+        .restricted_to(expected, json!({"maxLength": MAX_MLFLOW_NAME_BYTES}), |name| {
+            name.len() <= MAX_MLFLOW_NAME_BYTES
+        })
         .documented_as(expected)
 }
 
