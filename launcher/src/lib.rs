@@ -53,6 +53,7 @@ use cmd::{
 use debuglog::Filter;
 use diagnostic::{Diagnostic, codes::command};
 use jobspec::{env, hide_secret_arguments};
+use nix::sys::signal::{SigHandler, Signal, signal};
 use protocol::{event::EventSchema, preflight::Preflight};
 use report::command_output;
 use std::ffi::OsString;
@@ -71,6 +72,7 @@ pub fn main(
     let command_line = hide_secret_arguments(&words);
     // SAFETY: this process has no other thread yet.
     unsafe { secret_arguments::overwrite_secret_arguments() };
+    ignore_file_size_signal();
     let Cli { command, json, verbose, json_schema } = match cli::parse_command_line(args.into_iter()) {
         ParsedArgs::Command(cli) => *cli,
         ParsedArgs::Print(text) => {
@@ -97,6 +99,13 @@ pub fn main(
         run_gpu_check,
     };
     output::report_error_of_result(command.run(&context), format)
+}
+
+/// Ignores SIGXFSZ, so that a write beyond the limit of file sizes (`ulimit -f`) fails with an
+/// error that names the file, instead of ending this process. Workers get the default action.
+fn ignore_file_size_signal() {
+    // SAFETY: ignoring a signal installs no handler. The call does not fail for this signal.
+    _ = unsafe { signal(Signal::SIGXFSZ, SigHandler::SigIgn) };
 }
 
 /// Starts the debug log of this process, filtered by the variable `LAUNCH_LOG` or by the number of

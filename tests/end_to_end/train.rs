@@ -1,7 +1,10 @@
 //! Tests built-in training, end to end, with real processes. The losses are bit-equal for every
 //! number of workers, and after a stop and a resume.
 use crate::support::{
-    FinishedRun, JobDirectory, TINY_JOB, list_files_below, report_skip, token_cache_locks::TokenCacheLocks,
+    FinishedRun, JobDirectory, TINY_JOB,
+    environment::{LAUNCH_EXECUTABLE, isolated_command},
+    list_files_below, parse_rejection, report_skip,
+    token_cache_locks::TokenCacheLocks,
 };
 use nix::{
     sys::signal::{Signal, kill},
@@ -116,6 +119,52 @@ fn a_signal_saves_at_the_next_step_and_the_same_command_resumes_there() {
             job_dir.run(&[long, "checkpoint.every=never", &format_workers_setting(3)]).expect_success();
         assert_eq!(rest.collect_losses(), whole[done..]);
     }
+}
+
+#[test]
+fn the_printed_command_resumes_a_run_that_began_without_a_checkpoint() {
+    let job_dir = JobDirectory::new();
+    let mut child = job_dir.start(&["train.steps=400", "resume.from=never", "checkpoint.every=never"]);
+    let mut reader = BufReader::new(child.stdout.take().expect("piped"));
+    read_events_until(&mut reader, "step", 3);
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGINT).expect("the controller is alive");
+    reader.read_to_string(&mut String::new()).expect("readable");
+    let output = child.wait_with_output().expect("an exit status");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let command = stderr.lines().find_map(|line| line.trim_start().strip_prefix("resume with"));
+    let words: Vec<&str> = command.expect(&stderr).split_whitespace().skip(1).collect();
+    let from: Vec<&&str> = words.iter().filter(|word| word.starts_with("resume.from=")).collect();
+    assert_eq!(from, [&"resume.from=auto"], "{words:?}");
+    let resumed = FinishedRun::from_output(&job_dir.run_launch(&words)).expect_success();
+    assert_eq!(resumed.events_named("resume").len(), 1);
+}
+
+#[test]
+fn a_write_beyond_the_limit_of_file_sizes_is_reported() {
+    let job_dir = JobDirectory::new();
+    // The shard of the only rank has more than 4 MiB, and the other files have less.
+    let set = ["cluster.workers_per_host=1", "train.steps=2", "train.model.hidden_size=252"];
+    let set = set.into_iter().chain(["train.model.intermediate_size=512"]);
+    let arguments: Vec<&str> =
+        ["job.yaml", "--json"].into_iter().chain(set.flat_map(|set| ["--set", set])).collect();
+    let run_limited = |arguments: &[&str], kib: u32| {
+        let mut shell = isolated_command("bash", &job_dir.path(""));
+        let script = format!("ulimit -f {kib} && exec \"$0\" \"$@\"");
+        shell.args(["-c", &script, LAUNCH_EXECUTABLE]).args(arguments).output().expect("launch starts")
+    };
+    let ran = FinishedRun::from_output(&run_limited(&arguments, 4096));
+    assert_eq!((ran.code, ran.failure_code()), (3, "checkpoint-limit-exceeded"), "{}", ran.stderr);
+    let fields = &ran.failure_diagnostics()[0]["fields"];
+    assert_eq!(fields["limit_bytes"], 4 << 20, "{fields}");
+    assert!(fields["path"].as_str().is_some_and(|path| path.contains("checkpoints")), "{fields}");
+
+    // The commands for checkpoints report the limit, too.
+    FinishedRun::from_output(&job_dir.run_launch(&arguments)).expect_success();
+    let checkpoint = job_dir.checkpoint_dir().join("step-00000002");
+    let gather = ["--json", "ckpt", "gather", checkpoint.to_str().expect("UTF-8"), "out"];
+    let (code, error) = parse_rejection(&run_limited(&gather, 1024));
+    assert_eq!((code, &error["code"]), (1, &"checkpoint-limit-exceeded".into()), "{error}");
+    assert_eq!(error["fields"]["limit_bytes"], 1 << 20, "{error}");
 }
 
 /// Stops a run whose rank 0 waits for a token cache, while the other ranks wait for rank 0.

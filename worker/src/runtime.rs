@@ -154,12 +154,14 @@ fn start_debug_log(init: &WorkerInit) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Ignores the signals that a batch system or terminal sends to every process of a job.
+/// Ignores the signals that a batch system or terminal sends to every process of a job, and
+/// SIGXFSZ.
 ///
-/// The controller decides once, for all ranks, at which step to save and stop.
+/// The controller decides once, for all ranks, at which step to save and stop. Without SIGXFSZ, a
+/// write beyond the limit of file sizes (`ulimit -f`) fails with an error that names the file.
 fn ignore_signals() {
-    use nix::sys::signal::{SigHandler, Signal, signal};
-    for ignored in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2] {
+    use nix::sys::signal::{SigHandler, Signal::*, signal};
+    for ignored in [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGXFSZ] {
         // SAFETY: ignoring a signal installs no handler. The call does not fail for these signals.
         _ = unsafe { signal(ignored, SigHandler::SigIgn) };
     }

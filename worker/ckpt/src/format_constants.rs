@@ -36,3 +36,5 @@ pub(crate) const CPU_RNG_STATE_BYTES: usize = 5056;
 /// Size in bytes of the state of torch's random generator on a CUDA GPU: the seed (u64) and the
 /// Philox offset (i64).
 pub(crate) const CUDA_RNG_STATE_BYTES: usize = 16;
+/// The name that error messages use for the memory file with copies of training states.
+pub(crate) const MEMORY_STORE_NAME: &str = "memory copies";

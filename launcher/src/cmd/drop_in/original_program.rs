@@ -3,6 +3,7 @@
 use super::other_launcher::OtherLauncher;
 use diagnostic::{Diagnostic, codes::command};
 use jobspec::env;
+use nix::sys::signal::{SigHandler, Signal, signal};
 use std::{
     ffi::OsString,
     fs::{self, File},
@@ -27,6 +28,9 @@ pub(super) fn exec_original_program(launcher: OtherLauncher, arguments: &[OsStri
             .with_subject(name)
             .with_help(help);
     };
+    // The program gets the default action of the signal that launch ignores.
+    // SAFETY: the default action runs no code of this program.
+    _ = unsafe { signal(Signal::SIGXFSZ, SigHandler::SigDfl) };
     let error = Command::new(&program).args(arguments).exec();
     Diagnostic::error(command::DROP_IN_ORIGINAL_MISSING, format!("cannot run {}", program.display()))
         .with_subject(name)

@@ -7,9 +7,13 @@ use super::missing_part::MissingPart;
 use super::options::{OptionProblem, OutputProblem};
 use super::torch_file::TorchFileError;
 use super::unsupported_feature::UnsupportedFeature;
+use crate::format_constants::MEMORY_STORE_NAME;
 use diagnostic::codes::checkpoint as codes;
+use diagnostic::quantity::format_bytes;
 use diagnostic::{Code, Diagnostic};
+use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use std::io;
+use std::path::Path;
 
 impl CkptError {
     /// Returns the stable code of this error, which `launch explain` documents.
@@ -78,6 +82,9 @@ impl CkptError {
             }
             Unsupported { feature: UnsupportedFeature::RngReconcile(error), .. } => error.help(),
             Unsupported { feature: UnsupportedFeature::Convert(error), .. } => error.help(),
+            Io { path, source, .. } if source.kind() == io::ErrorKind::FileTooLarge => {
+                return vec![format_file_size_help(path)];
+            }
             Io { source, .. } => io_error_help(source),
             _ => None,
         };
@@ -92,7 +99,7 @@ fn io_error_help(error: &io::Error) -> Option<&'static str> {
         io::ErrorKind::StorageFull => {
             "free space, or lower `checkpoint.keep`; earlier checkpoints are intact"
         }
-        io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+        io::ErrorKind::QuotaExceeded => {
             "raise the limit, or use another directory; earlier checkpoints are intact"
         }
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
@@ -101,6 +108,30 @@ fn io_error_help(error: &io::Error) -> Option<&'static str> {
         io::ErrorKind::NotADirectory => "a file has the name of a directory in this path; rename the file",
         _ => return None,
     })
+}
+
+/// Formats the advice for a write to the file `path` that exceeded the limit of file sizes of this
+/// process or of the file system.
+fn format_file_size_help(path: &Path) -> String {
+    let limit = read_file_size_limit().map(format_bytes);
+    match limit {
+        // each copy begins at an offset of whole TiB in the memory file
+        Some(limit) if path == Path::new(MEMORY_STORE_NAME) => format!(
+            "run `ulimit -f unlimited`, which `checkpoint.memory` needs (the limit of file sizes is {limit}), \
+             or remove `checkpoint.memory`"
+        ),
+        Some(limit) => format!(
+            "raise the limit of file sizes (`ulimit -f`), which is {limit}; earlier checkpoints are intact"
+        ),
+        None => "use a file system that allows larger files; earlier checkpoints are intact".to_owned(),
+    }
+}
+
+/// Returns the limit of file sizes of this process (`ulimit -f`) in bytes, or `None` without a
+/// limit.
+fn read_file_size_limit() -> Option<u64> {
+    let (limit, _) = getrlimit(Resource::RLIMIT_FSIZE).ok()?;
+    (limit != RLIM_INFINITY).then_some(limit)
 }
 
 impl MissingPart {
@@ -248,6 +279,11 @@ impl From<&CkptError> for Diagnostic {
                 .with_field("dtype", *dtype),
             Io { action, source, .. } => {
                 let diagnostic = diagnostic.with_field("action", *action);
+                let is_too_large = source.kind() == io::ErrorKind::FileTooLarge;
+                let diagnostic = match read_file_size_limit().filter(|_| is_too_large) {
+                    Some(limit) => diagnostic.with_field("limit_bytes", limit),
+                    None => diagnostic,
+                };
                 match source.raw_os_error() {
                     Some(errno) => diagnostic.with_field("errno", errno),
                     None => diagnostic,

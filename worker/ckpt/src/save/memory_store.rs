@@ -16,6 +16,7 @@ use crate::codec::disk::{BLOCK_BYTES, find_data};
 use crate::codec::json;
 use crate::error::{CkptError, DamageReason, Result};
 use crate::fault_points::pass_fault_point;
+use crate::format_constants::MEMORY_STORE_NAME;
 use crate::hash::Hash;
 use crate::layout::native::{Checkpoint, MemoryShard, shard_file_name};
 use crate::parallel::map_indices;
@@ -45,8 +46,6 @@ const MAGIC: [u8; 16] = *b"launch copy   1\n";
 /// Number of leading bytes, in the header of a copy of a rank's training state in host memory, over
 /// which the header's hash is computed.
 const HASHED_HEADER_BYTES: usize = 64;
-/// The name that error messages use for the memory file with copies of training states.
-const STORE_NAME: &str = "memory copies";
 
 /// Identifies one training state that all ranks copied to host memory: the step, the number of
 /// earlier copies, the attempt (start of all workers) and the world size. All copies of the state
@@ -169,7 +168,7 @@ fn locate_region(rank: u32, sequence: u64) -> Result<u64> {
 /// Returns a function that wraps an I/O error of the memory file in [`CkptError::Io`], for use with
 /// `map_err`.
 fn store_error(action: &'static str) -> impl FnOnce(io::Error) -> CkptError {
-    CkptError::io(action, Path::new(STORE_NAME))
+    CkptError::io(action, Path::new(MEMORY_STORE_NAME))
 }
 
 impl MemoryStore {
@@ -323,8 +322,9 @@ impl MemoryStore {
     /// Fails if the copy is not complete.
     pub fn copy_image_size_in_bytes(&self, rank: u32, sequence: u64) -> Result<u64> {
         let header = self.read_header(locate_region(rank, sequence)?)?;
-        let torn =
-            || CkptError::damaged(Path::new(STORE_NAME), format!("rank {rank}"), DamageReason::Truncated);
+        let torn = || {
+            CkptError::damaged(Path::new(MEMORY_STORE_NAME), format!("rank {rank}"), DamageReason::Truncated)
+        };
         header.map(|header| header.image_bytes()).ok_or_else(torn)
     }
 
@@ -363,7 +363,7 @@ impl MemoryStore {
             let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
             let (start, length) = ((region * REGION_BYTES) as i64, REGION_BYTES as i64);
             let freed = fallocate(&*self.file, flags, start, length);
-            freed.map_err(CkptError::io("free", Path::new(STORE_NAME)))?;
+            freed.map_err(CkptError::io("free", Path::new(MEMORY_STORE_NAME)))?;
         }
         Ok(())
     }
@@ -386,7 +386,8 @@ impl MemoryStore {
 /// # Errors
 /// Fails if the text does not match `hash` or is not valid.
 pub fn parse_copy_description(text: &[u8], hash: Hash) -> Result<MemoryCopyDescription> {
-    let damaged = |reason: DamageReason| CkptError::damaged(Path::new(STORE_NAME), "description", reason);
+    let damaged =
+        |reason: DamageReason| CkptError::damaged(Path::new(MEMORY_STORE_NAME), "description", reason);
     if Hash::digest(text) != hash {
         return Err(damaged(DamageReason::HashMismatch));
     }

@@ -3,10 +3,15 @@
 use super::*;
 use crate::error::CkptError;
 use crate::layout::native::Checkpoint;
+use crate::save::memory_store::{MemoryCopyId, MemoryStore};
+use crate::{PieceElements, TensorPiece};
 use diagnostic::codes::checkpoint as codes;
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::{SigHandler, Signal, signal};
 
+/// The limit of file sizes of a child process, in bytes.
+const FILE_SIZE_LIMIT: u64 = 9 << 20;
 const SMALL_WEIGHTS: &[(&str, &[u64])] = &[("a", &[10])];
 /// A weight of 12 MiB, which is saved with two moments of equal size. Each tensor is larger than
 /// one window, so that the writing thread hits the limit.
@@ -29,10 +34,27 @@ fn child_process_with_a_file_size_limit() {
     let Some(root) = read_child_argument() else { return };
     // SAFETY: SIG_IGN installs no handler that could run during other code
     unsafe { signal(Signal::SIGXFSZ, SigHandler::SigIgn) }.expect("ignored");
-    setrlimit(Resource::RLIMIT_FSIZE, 9 << 20, 9 << 20).expect("limited");
+    setrlimit(Resource::RLIMIT_FSIZE, FILE_SIZE_LIMIT, FILE_SIZE_LIMIT).expect("limited");
     let error = save_checkpoint(Path::new(&root), &make_facts(2, 1, LARGE_WEIGHTS)).expect_err("too large");
-    assert!(matches!(error, CkptError::Io { action: "write", .. }), "{error:?}");
-    assert_eq!(error.code(), codes::CHECKPOINT_LIMIT_EXCEEDED);
+    let CkptError::Io { action: "write", path, .. } = &error else { panic!("{error:?}") };
+    assert!(path.starts_with(&root) && path.extension().is_some(), "{error}");
+    assert_limit_is_reported(&error);
+    // The copies in memory begin at offsets far beyond the limit.
+    let file = std::fs::File::from(memfd_create(c"test", MFdFlags::MFD_CLOEXEC).expect("a memory file"));
+    let id = MemoryCopyId { step: 1, sequence: 1, attempt: 0, world: 1 };
+    let data = PieceElements::F32(&[1.0, 2.0]);
+    let piece = TensorPiece { name: "a", role: TensorRole::Weight, start_element: 0, data };
+    let error = MemoryStore::new(file).write_copy(id, 0, None, &[piece], 1).expect_err("too large");
+    assert_limit_is_reported(&error);
+    assert!(error.help()[0].contains("`checkpoint.memory`"), "{:?}", error.help());
+}
+
+/// Checks that an error of the child process states the limit of file sizes, and the file.
+fn assert_limit_is_reported(error: &CkptError) {
+    let diagnostic = diagnostic::Diagnostic::from(error);
+    assert_eq!(diagnostic.code(), codes::CHECKPOINT_LIMIT_EXCEEDED);
+    assert_eq!(diagnostic.field("limit_bytes"), Some(&FILE_SIZE_LIMIT.into()));
+    assert!(diagnostic.field("path").is_some() && diagnostic.help().len() == 1, "{diagnostic:?}");
 }
 
 #[test]
