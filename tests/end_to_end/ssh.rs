@@ -29,8 +29,10 @@ impl SshJob {
         let dir = create_test_directory();
         let home = dir.path().join("home");
         fs::create_dir(&home).expect("a home");
+        // The simulated hosts share the CPUs of this machine with other tests, so that each step of
+        // a login may take seconds.
         let text = format!(
-            "name: many\ncluster: {{hosts: {list}, workers_per_host: 2, ssh: {{config: {}, connect_timeout: 3s}}}}\n{run}\n",
+            "name: many\ncluster: {{hosts: {list}, workers_per_host: 2, ssh: {{config: {}, connect_timeout: 20s}}}}\n{run}\n",
             hosts.ssh_config_path().display()
         );
         fs::write(dir.path().join("job.yaml"), text).expect("a job");
@@ -65,6 +67,27 @@ impl SshJob {
             value.unwrap_or_else(|e| panic!("{e}: {text}{}", String::from_utf8_lossy(&output.stderr)));
         (output.status.code().unwrap_or(-1), value)
     }
+
+    /// Runs `launch check --json` with these settings, and returns the report. Panics with the
+    /// failed checks if a check fails.
+    #[track_caller]
+    fn expect_passed_check(&self, set: &[&str]) -> Value {
+        let (code, report) = self.run_check(set);
+        assert_eq!(code, 0, "{set:?}: failed checks: {:#?}\n{report:#}", list_failed_checks(&report));
+        report
+    }
+}
+
+/// Returns the failed checks in the report of `launch check`, each with the name of its host. A
+/// check that concerns several hosts has none.
+fn list_failed_checks(report: &Value) -> Vec<String> {
+    let failed = |host: &Value, checks: &Value| -> Vec<String> {
+        let checks = checks.as_array().into_iter().flatten().filter(|check| check["result"] == "failed");
+        checks.map(|check| format!("{host}: {check}")).collect()
+    };
+    let hosts = report["hosts"].as_array().into_iter().flatten();
+    let of_hosts = hosts.flat_map(|host| failed(&host["host"], &host["checks"]));
+    of_hosts.chain(failed(&Value::Null, &report["checks"])).collect()
 }
 
 /// Returns the only failed check of a host. Panics if another number of checks failed.
@@ -239,6 +262,22 @@ fn bootstrap_failures_have_distinct_codes() {
 }
 
 #[test]
+fn a_damaged_executable_on_a_host_is_replaced() {
+    let Some(hosts) = SimulatedHosts::start("ssh::a_damaged_executable_on_a_host_is_replaced", 1) else {
+        return;
+    };
+    let job = SshJob::new(&hosts, "[h0]", TRIVIAL_RUN);
+    job.expect_passed_check(&[]);
+    // a process can execute neither file
+    for content in ["#!/no/such/program", ""] {
+        let script =
+            format!("f=$(ls -d /root/.cache/launch/bin/*); rm $f; echo '{content}' > $f; chmod 700 $f");
+        hosts.run_shell("h0", &script);
+        job.expect_passed_check(&[]);
+    }
+}
+
+#[test]
 fn output_of_the_login_shell_is_tolerated() {
     let Some(hosts) = SimulatedHosts::start("ssh::output_of_the_login_shell_is_tolerated", 2) else { return };
     hosts.run_shell(
@@ -250,14 +289,13 @@ fn output_of_the_login_shell_is_tolerated() {
         "head -c 200000 /dev/zero | tr '\\\\0' x > /root/noise; echo 'cat /root/noise' > /root/.bashrc",
     );
     let job = SshJob::new(&hosts, "[h0, h1]", TRIVIAL_RUN);
-    let (code, found) = job.run_check(&[]);
-    assert_eq!(code, 0, "{found:#}");
+    let found = job.expect_passed_check(&[]);
     let warning = find_check(&found["hosts"][0], "login shell");
     assert_eq!((&warning["code"], &warning["fields"]["lines"]), (&"login-shell-prints".into(), &2.into()));
     hosts.run_shell("h1", "echo 'yes' > /root/.bashrc");
     let began = Instant::now();
     let (code, found) = job.run_check(&["cluster.hosts=[h1]"]);
-    assert_eq!(code, 3);
+    assert_eq!(code, 3, "{found:#}");
     assert_check_failed(&found, "h1", "exec", "ssh-shell-output-too-long");
     assert!(began.elapsed() < Duration::from_secs(20));
 }
@@ -276,8 +314,7 @@ fn a_host_is_reached_through_a_jump_host() {
     let (code, found) = job.run_check(&["cluster.ssh.connect_timeout=1s"]);
     assert_eq!(code, 3);
     assert_check_failed(&found, "h1", "tcp", "ssh-connect-timeout");
-    let (code, found) = job.run_check(&["cluster.ssh.jump=h0"]);
-    assert_eq!(code, 0, "{found:#}");
+    job.expect_passed_check(&["cluster.ssh.jump=h0"]);
     hosts.run_hosts_command(&["sshd-stop", "h2"]);
     let (code, found) = job.run_check(&["cluster.ssh.jump=h0"]);
     assert_eq!(code, 3);

@@ -43,8 +43,7 @@ fn write_config(job: &SshJob, hosts: &SimulatedHosts, lines: &str, removed: &[&s
 /// Checks that the hosts of a job pass every check with these settings.
 #[track_caller]
 fn assert_reachable(job: &SshJob, set: &[&str]) {
-    let (code, found) = job.run_check(set);
-    assert_eq!(code, 0, "{set:?}: {found:#}");
+    job.expect_passed_check(set);
 }
 
 /// Replaces the key of a host.

@@ -2,11 +2,16 @@
 use std::{
     fs,
     path::{Path, PathBuf},
+    sync::atomic::{AtomicU32, Ordering},
     time::Duration,
 };
 
 /// The directories of the CPU controller of cgroups, for version 2 and for version 1.
 const CPU_GROUPS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/cpu"];
+
+/// The files with the weight of a cgroup among others that want the same CPUs, for version 2 and
+/// for version 1, and the largest weight.
+const CPU_WEIGHTS: [(&str, &str); 2] = [("cpu.weight", "10000"), ("cpu.shares", "262144")];
 
 /// A cgroup with a CPU quota, which is removed at the end of the test.
 pub(super) struct CpuQuotaGroup(PathBuf);
@@ -14,7 +19,9 @@ pub(super) struct CpuQuotaGroup(PathBuf);
 impl CpuQuotaGroup {
     /// Creates a cgroup without a quota. Returns `None` if a quota is not possible.
     pub(super) fn create() -> Option<CpuQuotaGroup> {
-        let name = format!("launch-test-{}", std::process::id());
+        static GROUPS: AtomicU32 = AtomicU32::new(0);
+        let number = GROUPS.fetch_add(1, Ordering::Relaxed);
+        let name = format!("launch-test-{}-{number}", std::process::id());
         CPU_GROUPS.iter().find_map(|mount| {
             let group = CpuQuotaGroup(Path::new(mount).join(&name));
             fs::create_dir(&group.0).ok()?;
@@ -22,6 +29,16 @@ impl CpuQuotaGroup {
             let is_group = group.0.join("cgroup.procs").exists();
             (is_group && group.write_quota(None)).then_some(group)
         })
+    }
+
+    /// Gives the processes of the group precedence over processes outside of it, so that other load
+    /// hardly slows them down.
+    pub(super) fn set_largest_weight(&self) {
+        let is_set = CPU_WEIGHTS.iter().any(|(name, weight)| {
+            let file = self.0.join(name);
+            file.exists() && fs::write(file, weight).is_ok()
+        });
+        assert!(is_set, "the weight can be changed");
     }
 
     /// Limits the CPU time of the processes to `quota_us` µs in each period of 100 ms.
