@@ -133,7 +133,7 @@ fn write_received_lines(file: &mut CappedFile, requests: &Receiver<WriterRequest
 }
 
 /// The permissions of a new debug log file: `0600`, so that only the user who started launch can
-/// read or write it. Only the user can read the file.
+/// read or write it.
 const FILE_MODE: u32 = 0o600;
 
 /// A log file whose size is limited: a full file is renamed to `NAME.1`, and a new one is begun.

@@ -37,7 +37,7 @@ pub(crate) fn create_or_truncate_private_file(path: &Path) -> io::Result<File> {
 }
 
 /// Opens a file for reading if it is a regular file, and otherwise fails without blocking, for
-/// example for a directory or a pipe. Fails, without blocking, for a pipe or another special file.
+/// example for a directory or a pipe.
 pub(crate) fn open_regular_file(path: &Path) -> io::Result<File> {
     open_regular_with_flags(path, 0, |_| true)
 }

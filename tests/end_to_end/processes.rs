@@ -40,8 +40,7 @@ mod training;
 /// How long a test waits for a process or a file. After that, the test fails.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
-/// A job file in a temporary directory, whose processes are marked by an environment variable. A
-/// variable in the environment marks the processes of its runs.
+/// A job file in a temporary directory, whose processes are marked by an environment variable.
 struct MarkedJob {
     dir: tempfile::TempDir,
     /// The environment variable that marks the processes of this job, as `NAME=VALUE`.

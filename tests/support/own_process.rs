@@ -9,9 +9,8 @@ use std::{
 const ONLY_TEST: &str = "LAUNCH_TEST_ONLY_TEST";
 
 /// Ensures that the test `name` runs alone in a process, and returns whether this process is that
-/// process. Returns `true` if this process runs no other test. Otherwise runs the test in a child
-/// process and returns `false`, and the caller must return. Panics if the test fails in the child
-/// process.
+/// process. Otherwise runs the test in a child process and returns `false`, and the caller must
+/// return. Panics if the test fails in the child process.
 ///
 /// `name` is the path of the test in its binary, such as `cuda_graphs::graphs_replace_calls`. A
 /// process of cargo-nextest runs one test. A process of `cargo test` runs all tests of a binary.

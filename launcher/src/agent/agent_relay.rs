@@ -86,10 +86,10 @@ async fn request_adoption(
 }
 
 /// Returns whether an agent received a message from its present controller so long after a new
-/// controller's first request that the present controller must still be alive. It does if the
-/// message has arrived long after the first request. `elapsed` is the time from the first request
-/// to the present one, and `silence` is the time since the last message. A silence of zero proves
-/// nothing: an agent that has just been adopted, and got no message since, reports it, too.
+/// controller's first request that the present controller must still be alive. `elapsed` is the
+/// time from the first request to the present one, and `silence` is the time since the last
+/// message. A silence of zero proves nothing: an agent that has just been adopted, and got no
+/// message since, reports it, too.
 fn proves_live_controller(elapsed: Duration, silence: Duration) -> bool {
     !silence.is_zero() && elapsed.saturating_sub(silence) > MAX_MESSAGE_DELAY
 }

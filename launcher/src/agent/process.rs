@@ -138,7 +138,7 @@ pub(super) fn set_cloexec_on_all() {
 pub(super) type OpenFileLimits = (u64, u64);
 
 /// Raises the agent's soft limit of open files to the hard limit, and returns the previous limits,
-/// which workers get. Returns the previous limits, which are set for the workers.
+/// which workers get.
 pub(super) fn raise_open_file_limit() -> io::Result<OpenFileLimits> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;

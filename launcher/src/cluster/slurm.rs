@@ -144,7 +144,6 @@ fn read_current_job() -> Option<(u64, u32)> {
 }
 
 /// Returns the Slurm allocation in which launch runs, or an error if launch runs outside of Slurm.
-/// Fails outside of Slurm.
 fn require_allocation() -> Result<SlurmAllocation, ClusterError> {
     read_current_allocation()?.ok_or_else(|| {
         let message = "the job requires a Slurm allocation, but SLURM_JOB_ID is not set";

@@ -121,8 +121,8 @@ fn format_age(seconds: f64) -> String {
 /// unless exactly one run matches.
 ///
 /// A `name` with a `/` is the path of a run directory. Any other `name`, or `None`, and the
-/// `filter` are passed to [`runs::select_run`]. Fails if not exactly one run matches. If several
-/// runs match, the help text of the error lists them.
+/// `filter` are passed to [`runs::select_run`]. If several runs match, the help text of the error
+/// lists them.
 pub(super) fn resolve_run(name: Option<&str>, filter: RunFilter) -> diagnostic::Result<Run> {
     let is_path = |text: &&str| text.contains('/') || *text == "." || *text == "..";
     if let Some(directory) = name.filter(is_path) {

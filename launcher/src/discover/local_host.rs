@@ -85,8 +85,7 @@ fn read_file_below_root(root: &Path, path: &str) -> io::Result<String> {
     fs::read_to_string(root.join(path)).map_err(|e| io::Error::new(e.kind(), format!("/{path}: {e}")))
 }
 
-/// Parses the total memory of the machine, in bytes, from the content of /proc/meminfo. Returns the
-/// memory of the machine in bytes.
+/// Parses the total memory of the machine, in bytes, from the content of /proc/meminfo.
 fn parse_total_memory(meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)

@@ -55,7 +55,7 @@ impl CommandLine {
     }
 
     /// Removes a flag, an option without a value, from the parsed command line, and returns whether
-    /// the flag was given. Returns whether the option was given.
+    /// the flag was given.
     pub(super) fn take_flag(&mut self, name: &str) -> bool {
         self.take_last_value(name).is_some()
     }
@@ -161,8 +161,7 @@ impl OptionTable {
     }
 
     /// Returns the full name and the value, if any, of an option of another launcher that is
-    /// written as `--name`, `--name=value` or `-m`. Returns the full name of the option, and the
-    /// value if the argument contains one.
+    /// written as `--name`, `--name=value` or `-m`.
     fn parse_option(&self, arg: &str) -> Result<(&'static str, Option<String>), CommandLineError> {
         let unknown = || CommandLineError::UnknownOption(self.program, arg.escape_debug().to_string());
         let Some(long) = arg.strip_prefix("--") else {

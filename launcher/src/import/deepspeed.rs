@@ -54,8 +54,7 @@ pub(crate) fn convert_deepspeed_config(
 }
 
 /// Sets `run.command` in the new job.yaml to the user's program, which reads the DeepSpeed
-/// configuration file itself. The program passes its DeepSpeed configuration `file` to DeepSpeed
-/// itself, so the configuration is not converted.
+/// configuration file itself. The configuration `file` is therefore not converted.
 fn set_program(draft: &mut JobDraft, keys: RemainingKeys<'_>, words: &[String], file: &str) {
     let words = build_python_command(words);
     draft.set_required_key("run.command", &value_text::format_yaml_list(&words));

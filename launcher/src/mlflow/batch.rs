@@ -55,8 +55,7 @@ impl Batch {
     }
 
     /// Adds metrics without an optimizer step, such as resource usage, to the batch for MLflow,
-    /// with the seconds since the start of the run as the step. Their step in MLflow is `seconds`,
-    /// the time since the start of the run.
+    /// with the seconds since the start of the run as the step. This time is `seconds`.
     pub(super) fn add_metrics_at_seconds(&mut self, values: Vec<(String, f64)>, time: f64, seconds: f64) {
         for (key, value) in values.into_iter().take(METRICS_PER_FULL_BATCH) {
             self.add_metric(&key, value, time, seconds as u64);

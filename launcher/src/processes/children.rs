@@ -70,8 +70,8 @@ pub(crate) fn reap_children(
 }
 
 /// Reaps the child process `pid` if it has ended, after killing the remaining processes of its
-/// process group, and returns its exit status. Returns the exit status, or `None` if the process
-/// has not ended. Does not block.
+/// process group, and returns its exit status. Returns `None` if the process has not ended. Does
+/// not block.
 pub(crate) fn reap_group_leader(pid: u32) -> Option<ExitStatus> {
     // SAFETY: waitid fills the zeroed siginfo, and neither blocks nor reaps.
     let has_ended = unsafe {

@@ -15,8 +15,7 @@ pub(crate) fn write_json(json: &str) -> io::Result<()> {
 }
 
 /// Writes the text of a file to stdout, and removes unprintable characters if stdout is a terminal.
-/// Only a terminal gets the text without unprintable characters. Returns `Ok` if stdout is a closed
-/// pipe.
+/// Returns `Ok` if stdout is a closed pipe.
 pub(crate) fn write_file_text(text: &str) -> io::Result<()> {
     match stdout_is_terminal() {
         true => write_text(text),

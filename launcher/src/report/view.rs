@@ -370,7 +370,7 @@ impl RunView {
     }
 
     /// Describes how a rank ended that did not cause the failure of the job, with its host if the
-    /// run has several hosts. Names the host of the rank if the run has several hosts.
+    /// run has several hosts.
     fn format_peer_end(&self, peer: &PeerWorkerEnd) -> String {
         if self.config.hosts > 1 { format!("{} (on {})", peer.end, peer.host) } else { peer.end.to_string() }
     }

@@ -52,7 +52,7 @@ pub(crate) enum RunSelectionError<'r> {
 
 impl RunSelectionError<'_> {
     /// Returns the runs that all match the user's command line, among which the user must choose
-    /// one, or an empty list for other errors. Returns an empty slice for other errors.
+    /// one, or an empty list for other errors.
     pub(crate) fn ambiguous_runs(&self) -> &[&Run] {
         match self {
             RunSelectionError::NoRuns
@@ -88,8 +88,8 @@ impl From<RunSelectionError<'_>> for Diagnostic {
 /// the ID of a run. The name of a job selects the job's active run or, if none is active, the
 /// newest run.
 ///
-/// Without a name, the only active run is selected. If no run is active, [`RunFilter::Any`] selects
-/// the newest run, and [`RunFilter::Active`] the only run that was started on another machine.
+/// If no run is active, [`RunFilter::Any`] selects the newest run, and [`RunFilter::Active`] the
+/// only run that was started on another machine.
 pub(crate) fn select_run<'r>(
     runs: &'r [Run],
     name: Option<&str>,
@@ -140,7 +140,7 @@ fn select_unattended_run(runs: &[Run]) -> Result<&Run, RunSelectionError<'_>> {
 
 /// Returns the only run whose controller was started on another machine, so that the command can
 /// report an error with the name of that machine. [`select_run`] calls this function if no run is
-/// active on this machine. The command then reports an error that names the other machine.
+/// active on this machine.
 fn select_remote_run(runs: &[Run]) -> Result<&Run, RunSelectionError<'_>> {
     let remote: Vec<&Run> = runs.iter().filter(|run| run.state == RunState::Elsewhere).collect();
     match remote.as_slice() {

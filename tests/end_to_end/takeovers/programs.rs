@@ -115,7 +115,7 @@ fn a_program_outlives_its_controllers() {
 }
 
 /// Checks that the failure of a rank while the run has no controller is the failure that the next
-/// controller reports. The next controller reports this failure.
+/// controller reports.
 #[test]
 fn a_failure_without_a_controller_is_the_root_cause_of_the_next_one() {
     let test = "takeovers::programs::a_failure_without_a_controller_is_the_root_cause_of_the_next_one";

@@ -89,8 +89,7 @@ pub trait Comm: Send + Sync {
     ) -> Result<()>;
 
     /// Sends `send_counts[r]` numbers of `send` to each rank r, and returns the received numbers.
-    /// Returns the numbers that this rank received, `recv_counts[r]` from each rank r, in rank
-    /// order.
+    /// The received numbers are `recv_counts[r]` from each rank r, in rank order.
     fn all_to_all_u64(&self, recv_counts: &[usize], send: &[u64], send_counts: &[usize]) -> Result<Vec<u64>> {
         let to_bytes = |counts: &[usize]| counts.iter().map(|n| n * size_of::<u64>()).collect::<Vec<usize>>();
         let mut received = vec![0u64; recv_counts.iter().sum()];

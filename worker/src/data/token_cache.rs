@@ -35,8 +35,8 @@ pub(crate) const NO_LOSS_BIT: u32 = 1 << 31;
 /// The size in bytes of the header at the beginning of a token cache file.
 const HEADER_BYTES: usize = 256;
 /// The size in bytes of the blocks of a token cache file, each of which has a separate hash so that
-/// threads can check blocks in parallel. Several threads can check the blocks. The digest of the
-/// body is the digest of the blocks' digests.
+/// threads can check blocks in parallel. The digest of the body is the digest of the blocks'
+/// digests.
 const BLOCK_BYTES: usize = 1 << 20;
 /// The granularity, in bytes, in which memory-mapped pages of a token cache file are released,
 /// equal to the memory that Linux maps per page fault.

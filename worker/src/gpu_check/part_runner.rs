@@ -218,9 +218,8 @@ impl PartRunner<'_> {
     }
 
     /// Returns the reason why a part of the GPU check failed, for a row of the result table, unless
-    /// the part's process succeeded or already reported the failure. Returns `None` if the process
-    /// succeeded, or if it ran to its end and one of its result rows (`rows`) already reports a
-    /// failure. `end` is the last message of the process, if it sent one.
+    /// the part's process succeeded or already reported the failure. `rows` are the result rows of
+    /// the part. `end` is the last message of the process, if it sent one.
     fn find_failure_reason(
         &mut self,
         part: &Part,

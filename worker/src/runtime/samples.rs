@@ -75,9 +75,8 @@ impl SampleSets {
     }
 
     /// Opens the training and evaluation data on rank 0 first and then on all other ranks, so that
-    /// only rank 0 builds the token caches. Rank 0 builds the token caches (files with the tokens)
-    /// first, and then the other ranks use them. Returns the first rank whose data differ from
-    /// those of rank 0. Collective: every rank must call it.
+    /// only rank 0 builds the token caches. Returns the first rank whose data differ from those of
+    /// rank 0. Collective: every rank must call it.
     fn open_in_turns(
         opened: &mut Option<Self>,
         train: &TrainSpec,

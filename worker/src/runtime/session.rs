@@ -284,8 +284,7 @@ impl AgentSession {
     }
 
     /// Waits until the agent's messages contain what the function `take` looks for, and returns it,
-    /// or `None` if the attempt is aborted or `limit` passes first. Returns `None` after an abort
-    /// or the limit.
+    /// or `None` if the attempt is aborted or `limit` passes first.
     fn wait_for_message<T>(
         &self,
         limit: Duration,

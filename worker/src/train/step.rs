@@ -192,8 +192,8 @@ impl Trainer {
     }
 
     /// Lists the indices of the parameter units (tensors that are gathered together) in the order
-    /// in which a forward pass and, if requested, the backward pass after it use them. If
-    /// `backward` is set, the units of a backward pass follow.
+    /// in which a forward pass and, if requested, the backward pass after it use them. `backward`
+    /// requests the backward pass.
     pub(super) fn list_units_in_pass_order(&self, backward: bool) -> Vec<usize> {
         let (head, tied) = (self.find_head_unit(), self.model.has_tied_embeddings());
         let layer = |l: usize| std::iter::once(l + 1).chain(self.find_expert_unit(l));

@@ -18,8 +18,7 @@ pub fn resize_buffer<'a>(ops: &dyn Ops, purpose: &'static str, buf: &'a mut Buf,
 }
 
 /// A pool of reusable buffers with elements of one type, from which a caller gets the smallest free
-/// buffer that is long enough, or a new one. Reuses the smallest free buffer that is long enough,
-/// and allocates a buffer if there is none.
+/// buffer that is long enough, or a new one.
 pub struct BufferPool {
     dtype: Dtype,
     /// The purpose of the buffers, which errors state.

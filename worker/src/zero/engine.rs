@@ -203,8 +203,8 @@ impl ZeroEngine {
     }
 
     /// Returns the range of a parameter unit (concatenated tensors) that this rank stores: its
-    /// shard if `sharded` is set, otherwise the whole unit if the rank owns a part. Otherwise, it
-    /// is the whole unit on ranks that own a part of it, and empty on others.
+    /// shard if `sharded` is set, otherwise the whole unit if the rank owns a part. The range is
+    /// empty on ranks that own no part.
     fn select_stored_range(&self, u: usize, sharded: bool) -> Range<usize> {
         let unit = &self.shards[u].unit;
         if sharded || !unit.owners.contains(self.rank) { self.owned_range(u) } else { 0..unit.len() }

@@ -106,8 +106,7 @@ impl JobDecoder {
     }
 
     /// Returns the section `path` as a [`JobSection`] from its YAML value `node`, and reports
-    /// unknown keys, duplicate keys and a wrong type. Reports a value that is not a mapping, and
-    /// unknown and duplicate keys.
+    /// unknown keys, duplicate keys and a wrong type.
     fn open_section_node<'n>(&mut self, path: &'static str, node: Option<&'n YamlNode>) -> JobSection<'n> {
         let entries: &[YamlEntry] = match node {
             None => &[],

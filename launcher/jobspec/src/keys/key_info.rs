@@ -130,7 +130,7 @@ pub struct Rule {
 
 impl Rule {
     /// Creates a rule that rejects a job.yaml key, because it has no effect, in jobs that meet all
-    /// conditions in `when`. A job to which the rule applies is rejected.
+    /// conditions in `when`.
     pub(crate) const fn no_effect(when: &'static [Condition]) -> Rule {
         let code = codes::JOB_KEY_HAS_NO_EFFECT;
         Rule { when, severity: Severity::Error, code, text: None, help: "remove it" }

@@ -175,8 +175,7 @@ mod numerics {
 
 impl TrainSpec {
     /// Returns whether updates of weights are rounded stochastically, which is so for bf16 weights
-    /// without fp32 master weights. They are if weights are bf16 and there are no fp32 master
-    /// weights.
+    /// without fp32 master weights.
     pub fn rounds_stochastically(&self) -> bool {
         self.precision.is_bf16() && !self.master_weights
     }

@@ -9,8 +9,7 @@ use serde::{Deserialize, Serialize};
 pub type ExecId = u64;
 
 /// The largest number of bytes of a command's output that an agent sends before the `launch exec`
-/// process has written earlier output. The agent reads more output only after the process has
-/// written earlier output.
+/// process has written earlier output. The agent reads more output only then.
 pub const EXEC_WINDOW_BYTES: u32 = 256 << 10;
 /// The largest number of bytes of a command's output in one message of `launch exec`.
 pub const EXEC_CHUNK_BYTES: u32 = 16 << 10;

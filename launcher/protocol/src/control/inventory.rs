@@ -73,9 +73,8 @@ impl HostInventory {
 
     /// Creates the inventory of a host from the `report` of its agent, which is validated, and from
     /// `user_env`, the controller's own variables. A topology that does not match the CPUs is
-    /// replaced by one core per CPU. The variables in `user_env`, which are from the controller's
-    /// environment, replace those of the report. Only the variables that select devices and network
-    /// interfaces are taken from the report.
+    /// replaced by one core per CPU. The variables in `user_env` replace those of the report. Only
+    /// the variables that select devices and network interfaces are taken from the report.
     pub fn from_report(report: HostInventory, user_env: &[(String, String)]) -> HostInventory {
         let mut inventory = report.without_unreported_env();
         inventory.cpus.sort_unstable();

@@ -84,8 +84,8 @@ struct MpiVariableNames {
 }
 
 /// The names of the environment variables by which MPI launchers, such as Open MPI's `mpirun`,
-/// inform each process about its rank and the number of processes. They state its rank, the number
-/// of processes and its local rank. All of these launchers set the number of processes.
+/// inform each process about its rank and the number of processes. They also state its local rank.
+/// All of these launchers set the number of processes.
 const MPI_LAUNCHER_VARIABLES: &[MpiVariableNames] = &[
     MpiVariableNames {
         size: "OMPI_COMM_WORLD_SIZE",

@@ -123,8 +123,7 @@ fn resolve_absolute_path(path: &Path) -> diagnostic::Result<PathBuf> {
 /// Returns the directory for the output file of the Slurm batch job, which is the part of
 /// `run.logs.dir` that all runs of the job share.
 ///
-/// The directory is the part of `run.logs.dir` before `{run}`, which all runs of the job have in
-/// common.
+/// This part precedes `{run}`.
 fn find_output_dir(job: &JobSpec) -> PathBuf {
     let template = job.run.logs.dir.replace("{name}", &job.name);
     let common: PathBuf = Path::new(&template)

@@ -21,8 +21,7 @@ use tokio::{
 
 /// How many of the last output lines of srun and its agents are kept for error messages.
 const TAIL_LINES: usize = 5;
-/// The length, in bytes, above which a line of srun's output is split into several lines. A longer
-/// line is split into several lines.
+/// The length, in bytes, above which a line of srun's output is split into several lines.
 const MAX_LINE_BYTES: u64 = 4 << 10;
 /// The number of bytes of srun's output that may wait until the controller reads them. Once the
 /// buffer is full, no more output of srun is read.

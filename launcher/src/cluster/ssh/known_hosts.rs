@@ -185,8 +185,8 @@ impl EntryHosts {
     }
 }
 
-/// Reads a known_hosts file of at most 64 MiB as text, and replaces bytes that are not UTF-8.
-/// Replaces bytes that are not UTF-8. Fails if the file is longer than [`MAX_FILE_BYTES`].
+/// Reads a known_hosts file of at most 64 MiB as text, and replaces bytes that are not UTF-8. Fails
+/// if the file is longer than [`MAX_FILE_BYTES`].
 fn read_known_hosts_file(file: &Path) -> io::Result<String> {
     let mut bytes = Vec::new();
     fs::File::open(file)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;

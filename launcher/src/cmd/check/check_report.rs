@@ -59,7 +59,7 @@ pub(super) struct CheckResult {
 
 impl CheckResult {
     /// Creates the result of a passed check, with the text `found` as the observed value that the
-    /// report shows. `found` is the observed value.
+    /// report shows.
     pub(super) fn ok(name: &'static str, found: impl Into<String>) -> CheckResult {
         let (found, fields) = (found.into(), Map::new());
         CheckResult { name, level: CheckLevel::Ok, found, code: None, help: None, fields, names_host: false }

@@ -36,8 +36,7 @@ pub(super) fn check_gpus(
 }
 
 /// Warns if a host has fewer GPUs than slots (workers), or another number of GPUs than the first
-/// host that answered `launch check`. Warns if there are fewer GPUs than slots, if the numbers
-/// differ, or if the GPU driver does not work.
+/// host that answered `launch check`. Also warns if the GPU driver does not work.
 fn check_gpu_count(gpus: &GpuReport, first: &HostInspection, slots: Option<u32>) -> CheckResult {
     /// The name that the check of the number of GPUs has in the report of `launch check`.
     const CHECK_NAME: &str = "gpus";

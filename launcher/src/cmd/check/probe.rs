@@ -265,9 +265,8 @@ async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: Stri
 /// Chooses the error to report for a host whose agent sent no answer: a connection error first,
 /// then a start error, and otherwise `error`.
 ///
-/// Returns the first of these that exists: the error of the connection to the host, the error of
-/// starting the agent, and `error`. Adds the text of the agent's stderr to the message of the
-/// latter two. If the connection to a remote host has no error, aborts the connection.
+/// Adds the text of the agent's stderr to the message of the latter two. If the connection to a
+/// remote host has no error, aborts the connection.
 pub(super) async fn choose_error_of_silent_agent(
     host: &StartedAgent,
     error: Diagnostic,

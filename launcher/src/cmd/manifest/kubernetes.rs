@@ -152,8 +152,7 @@ struct KubernetesManifestBuilder<'a> {
 
 impl KubernetesManifestBuilder<'_> {
     /// Returns a Kubernetes object of the given API version and kind, with the members of `content`
-    /// and the job's name followed by `suffix`. Its name is that of the job with `suffix`, and its
-    /// members are those of `content`.
+    /// and the job's name followed by `suffix`.
     fn build_object(&self, version: &str, kind: &str, suffix: &str, content: Value) -> Value {
         let mut metadata = json!({"name": format!("{}{suffix}", self.name), "labels": self.build_labels()});
         if let Some(namespace) = &self.args.namespace {

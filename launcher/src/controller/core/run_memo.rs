@@ -1,5 +1,5 @@
 //! [`RunMemo`]: the state of a run that only the controller knows, which agents keep for a later
-//! controller. [`StoredMemo`] is the form in which agents keep it for a later controller.
+//! controller. [`StoredMemo`] is the form in which they keep it.
 use super::{host_state::HostIndex, stop_request::StopRequest};
 use crate::controller::{
     job_file::JobFile,

@@ -151,8 +151,7 @@ impl ControllerDriver {
     }
 
     /// Waits briefly for a message from any agent, and records the end of an agent's connection if
-    /// that is the message. Records the end of an agent's connection if the message reports it.
-    /// Ignores other messages.
+    /// that is the message. Ignores other messages.
     async fn receive_end_of_agent(&mut self) {
         if let Ok(Some((agent, Ok(None) | Err(_)))) = timeout(SWEEP_INTERVAL, self.messages.1.recv()).await {
             self.released.remove(&agent);

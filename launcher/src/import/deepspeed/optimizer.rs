@@ -264,7 +264,7 @@ fn round_to_12_digits(x: f64) -> f64 {
 
 /// Removes a key from a section of DeepSpeed's configuration and returns its integer value, or
 /// `None` if the value is `auto`. Returns `None` if the key is absent. If the value is `auto`, adds
-/// a note and returns `None`.
+/// a note.
 fn take_integer_unless_auto(
     draft: &mut JobDraft,
     params: &mut RemainingKeys<'_>,
@@ -283,8 +283,7 @@ fn take_integer_unless_auto(
 }
 
 /// Removes the key `name` from a section of DeepSpeed's configuration, and returns its number, or
-/// `default` if there is none. Returns `default` if the key is absent. If the value is `auto`, adds
-/// a note and returns `default`.
+/// `default` if there is none. If the value is `auto`, adds a note and returns `default`.
 fn take_number_or_default(
     draft: &mut JobDraft,
     params: &mut RemainingKeys<'_>,

@@ -146,7 +146,7 @@ impl RendezvousStore {
     }
 
     /// Returns the values of several keys of the rendezvous store for one reply, and fails if this
-    /// reply would be too long. Fails if the reply would be too long.
+    /// reply would be too long.
     fn get_values(&self, keys: &[StoreKey]) -> Result<Vec<StoreValue>, StoreClientError> {
         let length = |key: &StoreKey| 8 + self.values.get(key).map_or(0, Vec::len);
         check_reply_length(keys.iter().map(length).sum())?;

@@ -143,7 +143,7 @@ fn build_border(title: String) -> Block<'static> {
 }
 
 /// Formats an event of the run's journal as one line of text, or as JSON if this version of launch
-/// does not know the event. Events of other versions are shown as JSON.
+/// does not know the event.
 fn format_event_line(event: &Value) -> String {
     let text = match Event::from_json(&event.to_string()) {
         Ok(event) => format_event(&event),

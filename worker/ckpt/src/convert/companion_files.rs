@@ -1,6 +1,5 @@
 //! Adds the source checkpoint's files with scheduler states, RNG states and the like to a converted
-//! checkpoint as links, so that its program can resume. The program that wrote the source
-//! checkpoint needs these files to resume from the converted one.
+//! checkpoint as links, so that its program can resume.
 use super::file_plan::{FileContent, FilePlan, OutputPlan};
 use super::notice::ConvertNotice;
 use super::source_state::SourceState;

@@ -258,8 +258,7 @@ impl CkptError {
     }
 
     /// Returns true if the checkpoint itself is the cause of the error, such as a damaged file, and
-    /// not the caller, the disk or the output. Returns false if the caller, the disk or the output
-    /// is at fault.
+    /// not the caller, the disk or the output.
     pub fn is_checkpoint_at_fault(&self) -> bool {
         use CkptError::*;
         match self {

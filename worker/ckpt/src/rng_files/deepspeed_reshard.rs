@@ -94,8 +94,7 @@ pub(super) fn needs_deepspeed_reshard(state: &ExternalCheckpoint, world: u32) ->
 }
 
 /// Fails unless the directory `dir` has a file `latest` or `latest_universal`, from which
-/// DeepSpeed's engine learns which checkpoint (tag) to load. DeepSpeed's engine loads only a tag
-/// that one of these files names.
+/// DeepSpeed's engine learns which checkpoint (tag) to load.
 pub(super) fn check_loadable_by_deepspeed(dir: &Path, state: &ExternalCheckpoint) -> Result<()> {
     match path_exists(&dir.join(LATEST_FILE)) || path_exists(&dir.join("latest_universal")) {
         true => Ok(()),

@@ -39,8 +39,8 @@ pub(crate) fn resolve_output_path(
 }
 
 /// Checks that the output directory `out` may be replaced: it is empty, or `force` is true and the
-/// same operation wrote all files in it earlier. An empty directory may be replaced. Other
-/// directories may be replaced if `force` is true and the operation of the marker wrote every file.
+/// same operation wrote all files in it earlier. Other directories may be replaced if `force` is
+/// true and the operation of the marker wrote every file.
 fn check_output_replaceable(out: &Path, force: bool, marker: &OutputRecordKind) -> Result<()> {
     let rejected = |problem| Err(CkptError::output_rejected(out, problem));
     if !out.is_dir() {

@@ -41,8 +41,7 @@ pub(crate) fn find_coverage_error(
 
 /// Iterates over the ranges in `sorted` that overlap the range `wanted`, and yields the index and
 /// the overlapping part of each one. `range_of` returns the range of an item. The caller must sort
-/// the items by range, and the ranges must have no gaps. Yields the index of each item whose range
-/// overlaps `wanted`, and the intersection.
+/// the items by range, and the ranges must have no gaps.
 pub(crate) fn intersect_ranges<'a, T>(
     sorted: &'a [T],
     range_of: impl Fn(&T) -> Range<u64> + 'a,

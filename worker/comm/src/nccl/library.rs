@@ -86,7 +86,7 @@ impl NcclLibrary {
     }
 
     /// Creates NCCL's unique id of a new group, with which ranks join the group. One rank creates
-    /// the id, and all ranks pass it to NCCL to join the group.
+    /// the id, and all ranks pass it to NCCL.
     pub fn create_unique_id(&self) -> Result<[u8; ID_BYTES]> {
         let mut id = ncclUniqueId { internal: [0; ID_BYTES] };
         // SAFETY: writes an id.

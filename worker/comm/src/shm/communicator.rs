@@ -86,8 +86,7 @@ impl ShmComm {
     }
 
     /// Joins the shared-memory group of this host's ranks as number `rank` within the host, in a
-    /// job that spans several hosts. This rank is `rank` within the segment and
-    /// `job_ranks.ranks[rank]` within the job.
+    /// job that spans several hosts. Within the job, this rank is `job_ranks.ranks[rank]`.
     pub(crate) fn join_host_group(
         fd: OwnedFd,
         rank: usize,

@@ -478,8 +478,7 @@ fn compare_copies_and_rare_vector_ops(backends: &Backends, rng: &mut CaseRng, n:
 }
 
 /// Compares pairs of sums, one from the CPU and one from the GPU, and fails if a relative
-/// difference exceeds `tolerance`. `sums` are pairs of the CPU's sum and the GPU's sum. The error
-/// contains the name `case`.
+/// difference exceeds `tolerance`. The error contains the name `case`.
 fn compare_sums(case: String, sums: Vec<Vec<f64>>, tolerance: f64) -> Result<(), ConformanceError> {
     for pair in sums.as_chunks::<2>().0 {
         let [cpu, gpu] = pair.clone();

@@ -196,8 +196,7 @@ impl Cuda {
     }
 
     /// Removes and returns the stored error of the first failed GPU call, so that later GPU calls
-    /// are no longer skipped. Until it is cleared, all later GPU calls are skipped. The conformance
-    /// comparison uses this to continue after a failure.
+    /// are no longer skipped. The conformance comparison uses this to continue after a failure.
     pub fn take_failure(&self) -> std::result::Result<(), DeviceError> {
         self.gpu.status.take_failure()
     }

@@ -203,9 +203,8 @@ pub(super) fn run_with_f32_result(
 }
 
 /// Converts the matmul operand `x` to the element type `dtype` in newly allocated GPU memory.
-/// Returns the converted operand, and the GPU memory that contains the converted elements. The
-/// caller must keep that memory until the matmul is enqueued. Returns `x` itself and no memory if
-/// `x` has the type already.
+/// Returns the operand and this memory. The caller must keep that memory until the matmul is
+/// enqueued. Returns `x` itself and no memory if `x` has the type already.
 fn convert_operand(
     cuda: &Cuda,
     x: MatmulOperand,

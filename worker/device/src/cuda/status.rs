@@ -44,7 +44,7 @@ impl DeviceStatus {
     }
 
     /// Removes and returns the stored error of the first failed GPU call, so that later GPU calls
-    /// are no longer skipped. Until it is cleared, all later GPU calls are skipped.
+    /// are no longer skipped.
     pub(super) fn take_failure(&self) -> Result<(), DeviceError> {
         self.has_failed.store(false, Relaxed);
         self.lock_first_failure().take().map_or(Ok(()), Err)

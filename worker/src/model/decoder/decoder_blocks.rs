@@ -104,8 +104,7 @@ impl Model {
     }
 
     /// Returns the norm before the output layer and the weight matrix `[vocab, hidden]` of the
-    /// output layer, which is the embedding matrix if the two are tied. The matrix is the embedding
-    /// if the two are tied.
+    /// output layer, which is the embedding matrix if the two are tied.
     fn select_head_norm_and_matrix<'a>(
         &self,
         input: &HeadInput<'a>,

@@ -132,8 +132,8 @@ impl LayerLayoutBuilder<'_> {
 }
 
 /// Lists the tensors of a decoder layer, except experts, as one parameter unit (gathered together),
-/// and assigns each tensor a range in the unit's flat vector. The unit contains all tensors of the
-/// layer except experts. If `layer_number` is `None`, builds the unit of layer 0 as a dense layer.
+/// and assigns each tensor a range in the unit's flat vector. If `layer_number` is `None`, builds
+/// the unit of layer 0 as a dense layer.
 pub(super) fn build_layer_unit(
     config: &DecoderConfig,
     layer_number: Option<usize>,

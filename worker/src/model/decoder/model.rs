@@ -290,8 +290,8 @@ impl Model {
     }
 
     /// Limits the backward pass to the gradients of the parameters that `units`, the model's
-    /// parameter units, mark as trained. `units` are those of [`Model::param_units`] with the
-    /// trained parameters marked. Gradients of other parameters have unspecified values.
+    /// parameter units, mark as trained. `units` are those of [`Model::param_units`]. Gradients of
+    /// other parameters have unspecified values.
     pub fn set_trained_params(&mut self, units: &[ParamUnit]) {
         let layers = &units[1..units.len() - 1];
         self.linears.set_trained_params(layers, self.spans.list_linears());

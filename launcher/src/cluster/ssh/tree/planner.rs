@@ -115,8 +115,7 @@ impl TreePlanner {
     }
 
     /// Lists the agents through which the agent `stream` may reach the controller, or nothing for
-    /// an agent that is connected to the controller directly. The list is empty for an agent that
-    /// is connected with the controller.
+    /// an agent that is connected to the controller directly.
     pub(crate) fn list_possible_parents_of(&self, stream: StreamId) -> Vec<TreeParent> {
         let parent = self.agents.get(&stream).and_then(|agent| agent.parent);
         parent.map(|parent| self.list_possible_parents_below(parent)).unwrap_or_default()

@@ -94,8 +94,8 @@ impl ExternalCheckpointBuilder {
     }
 
     /// Records, for the user and for later decisions, that the checkpoint's optimizer states are
-    /// not read, with the reason `notice`. `notice` states the reason to the user. The first such
-    /// notice also becomes the reason in the facts.
+    /// not read, with the reason `notice`. The first such notice also becomes the reason in the
+    /// facts.
     pub(crate) fn record_skipped_optimizer(&mut self, notice: String) {
         self.facts.ignored_optimizer.get_or_insert_with(|| notice.clone());
         self.add_notice(notice);

@@ -165,8 +165,7 @@ impl ExternalCheckpoint {
     }
 
     /// Converts one request for tensor elements to reads from files, each from one stored part of
-    /// the tensor, and appends these reads to `parts`. Each stored part of the tensor that has some
-    /// of the requested elements gets one read.
+    /// the tensor, and appends these reads to `parts`.
     ///
     /// # Errors
     ///

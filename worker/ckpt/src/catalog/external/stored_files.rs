@@ -117,9 +117,6 @@ impl StoredFile {
 
     /// Opens this file to read bytes at any offset, and fails if the file's size has changed since
     /// the checkpoint was opened.
-    ///
-    /// # Errors
-    /// Fails if the size has changed since the checkpoint was opened.
     pub(super) fn open<'a>(&'a self, scratch: &'a ReadBuffers) -> Result<OffsetReader<'a>> {
         let (file, size) = OffsetReader::open(&self.directory, &self.name, scratch)?;
         match size == self.size {

@@ -201,8 +201,7 @@ impl TagContents {
     }
 
     /// Returns the parameter groups and the loss scaler state from the optimizer file of rank 0,
-    /// with names in place of parameter numbers. Both come from the optimizer file of rank 0, and
-    /// are empty without this file.
+    /// with names in place of parameter numbers. Both are empty without this file.
     pub(super) fn collect_param_groups(&self, model: &ModelStates, stage: u8) -> (Vec<ParamGroupInfo>, Json) {
         let Some((_, first)) = self.optimizer.get(&0) else { return (Vec::new(), Json::Null) };
         let mut groups: Vec<ParamGroupInfo> = first.groups.iter().map(|g| g.name_parameters(model)).collect();
