@@ -64,7 +64,7 @@ pub(super) fn report_environment(output: &PartOutput, open: GpuOpener) -> diagno
 /// use local memory.
 pub(super) fn report_kernel_loading(output: &PartOutput, cuda: &Cuda) -> diagnostic::Result<()> {
     let began = Instant::now();
-    cuda.load_kernels()?;
+    cuda.load_all_kernels()?;
     let seconds = began.elapsed().as_secs_f64();
     let compiled = cuda.kernel_compile_seconds();
     let values = match compiled.len() {

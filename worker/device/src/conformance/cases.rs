@@ -233,6 +233,13 @@ pub(super) fn derive_dropout(first: u64) -> AttentionDropout {
     AttentionDropout { key: [first as u32, 5], probability: 0.3, first_sequence: first >> 22 }
 }
 
+/// Returns the largest number of elements of a head for which the GPU computes attention in f32.
+/// The tiles of the backward kernel take 137 KiB of shared memory for heads of 256 elements. Only
+/// data-centre GPUs have that much; others have 99 KiB.
+pub(super) fn find_widest_head_in_f32(backends: &Backends) -> usize {
+    if backends.cuda.properties().shared_memory_per_block < 144 << 10 { 176 } else { 256 }
+}
+
 /// Compares attention on the GPU with the CPU as the reference, for sequences of documents with
 /// random lengths, where queries attend only within their document.
 pub(super) fn compare_document_attention(

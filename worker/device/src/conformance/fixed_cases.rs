@@ -72,12 +72,17 @@ pub(super) fn compare_fixed_cases(backends: &Backends) -> impl Iterator<Item = C
     cases.map(|(seed, case)| case.compare(backends, seed))
 }
 
+/// Returns an iterator that yields the results of comparing attention with heads of more than 128
+/// elements on the GPU with the CPU, one for each shape of a fixed list. `backends` should have
+/// 16-bit types only: not every GPU has enough shared memory for such heads in f32.
+pub(super) fn compare_wide_head_cases(backends: &Backends) -> impl Iterator<Item = CaseResult> {
+    list_wide_head_cases().into_iter().map(|(seed, case)| case.compare(backends, seed))
+}
+
 /// Lists shapes that GPU kernels easily get wrong (such as odd lengths or empty groups), each with
 /// the random seed of its input values.
 fn list_boundary_cases(backends: &Backends) -> Vec<(u64, FixedCase)> {
-    // The tiles of the backward kernel take 137 KiB of shared memory for heads of 256 elements.
-    // Only data-centre GPUs have that much; others have 99 KiB.
-    let widest = if backends.cuda.properties().shared_memory_per_block < 144 << 10 { 176 } else { 256 };
+    let widest = cases::find_widest_head_in_f32(backends);
     let shape = AttentionShape::new;
     let dropout = |first| Some(cases::derive_dropout(first));
     let classifier = ClassifierShape { m: 130, d: 3, v: 700, softcap: None };
@@ -155,5 +160,20 @@ fn list_tiled_attention_cases() -> Vec<(u64, FixedCase)> {
         (31, FixedCase::Ragged(shape_with_both(shape(1, 230, 2, 1, 120)))),
         (32, FixedCase::Ragged(shape(1, 270, 2, 1, 64))),
         (33, FixedCase::Ragged(shape(2, 200, 3, 1, 128))),
+    ]
+}
+
+/// Lists attention shapes with heads of more than 128 elements, for the kernels that use tensor
+/// cores. Each case has the random seed of its input values. Some heads have rows that are not
+/// aligned. The lengths are not multiples of the kernels' tiles of 64 and 128 rows.
+fn list_wide_head_cases() -> Vec<(u64, FixedCase)> {
+    let shape = AttentionShape::new;
+    let (softcap, dropout) = (Some(3.0), Some(cases::derive_dropout(1 << 30)));
+    vec![
+        (60, FixedCase::Window(usize::MAX, shape(1, 150, 2, 1, 256))),
+        (61, FixedCase::Documents(shape(2, 90, 2, 2, 192))),
+        (62, FixedCase::Window(47, shape(1, 200, 1, 1, 136))),
+        (63, FixedCase::Ragged(AttentionShape { softcap, dropout, ..shape(1, 140, 2, 1, 130) })),
+        (64, FixedCase::Window(95, AttentionShape { softcap, ..shape(1, 170, 1, 1, 256) })),
     ]
 }

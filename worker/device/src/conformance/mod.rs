@@ -46,6 +46,9 @@ const RUN_SETTINGS: [(Dtype, usize, f64); 5] = [
     (Dtype::F16, 0, 3e-3),
 ];
 
+/// Those of [`RUN_SETTINGS`] with 16-bit elements.
+const RUN_SETTINGS_OF_16_BITS: [(Dtype, usize, f64); 3] = [RUN_SETTINGS[0], RUN_SETTINGS[3], RUN_SETTINGS[4]];
+
 /// Number of op families (such as norms) that are compared with the CPU on random shapes, without
 /// the families for boundary shapes and fp8 matmuls.
 const RANDOM_ONLY_FAMILY_COUNT: usize = random_cases::RANDOM_CASE_FAMILIES.len();
@@ -88,7 +91,9 @@ pub fn compare_family_with_cpu(
         return Some(run_family(cuda, name, (0..rounds).map(|_| compare(backends, &mut rng))));
     }
     if family == RANDOM_ONLY_FAMILY_COUNT {
-        return Some(run_family(cuda, name, fixed_cases::compare_fixed_cases(backends)));
+        let backends_of_16_bits = &Backends { cpu: Cpu::new(1), cuda, runs: &RUN_SETTINGS_OF_16_BITS };
+        let wide_heads = fixed_cases::compare_wide_head_cases(backends_of_16_bits);
+        return Some(run_family(cuda, name, fixed_cases::compare_fixed_cases(backends).chain(wide_heads)));
     }
     let mut rng = CaseRng::new(seed ^ (99 << 32));
     let matmuls = (0..rounds).map(|_| random_cases::compare_random_fp8_matmuls(backends, &mut rng));

@@ -49,15 +49,19 @@ fn compare_random_activations(backends: &Backends, rng: &mut CaseRng) -> CaseRes
 }
 
 /// Compares attention on the GPU with attention on the CPU for one random shape, over documents of
-/// random lengths. Some shapes also use softcap or dropout.
+/// random lengths. Some shapes also use softcap or dropout, and some have wide heads.
 fn compare_random_attention(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let kv_heads = rng.draw_in_range(1, 3);
+    let head_dims = match rng.draw_below(4) {
+        0 => (129, cases::find_widest_head_in_f32(backends) + 1),
+        _ => (1, 40),
+    };
     let shape = AttentionShape::new(
         rng.draw_in_range(1, 3),
         rng.draw_in_range(1, 80),
         kv_heads * rng.draw_in_range(1, 3),
         kv_heads,
-        rng.draw_in_range(1, 40),
+        rng.draw_in_range(head_dims.0, head_dims.1),
     );
     let softcap = shape.t.is_multiple_of(2).then_some(2.0);
     let dropout = shape.t.is_multiple_of(3).then(|| cases::derive_dropout(rng.draw_48_bits()));

@@ -1,9 +1,11 @@
 //! Attention on a GPU, computed by cuDNN or by the built-in CUDA kernels. A block of a built-in
 //! kernel owns a tile of queries or keys. The built-in kernels use tensor cores if all tensors are
-//! bf16 and heads have at most 128 elements, and otherwise compute in f32.
+//! bf16 or all are f16, and otherwise compute in f32.
+use super::attention_arguments::{AttentionArg, BlockOrder};
 use super::backend::{Cuda, LaunchSize};
-use super::compile::{ATTENTION_SOURCE, FLASH_HOPPER_SOURCE, FLASH_SOURCE};
+use super::compile::{ATTENTION_SOURCE, FLASH_HOPPER_SOURCE};
 use super::cudnn::{AttentionOperands, AttentionPass};
+use super::flash_kernels::{FLASH_BACKWARD_KV, FLASH_BACKWARD_Q, FLASH_FORWARD, launch_flash_kernels};
 use super::launch::{KernelArg, LaunchConfig};
 use super::tensor_arg::{TensorArg, f32_gpu_address};
 use crate::buffer::{Dtype, View, ViewMut};
@@ -16,56 +18,12 @@ const TILE_ROWS: usize = 32;
 /// Number of threads per block of the kernels of attention.cu, which compute attention in f32
 /// arithmetic.
 const THREADS_PER_BLOCK: u32 = 128;
-/// Maximum head dimension of the kernels of attention.cu, which compute attention in f32
-/// arithmetic. This is `MAX_HEAD_DIM` of attention.cu.
+/// Maximum head dimension of all built-in attention kernels. This is `MAX_HEAD_DIM` of attention.cu
+/// and the largest `D` of flash.cuh.
 const MAX_HEAD_DIM: usize = 256;
-
-/// Number of queries or keys that one thread block processes in the kernels of flash.cu, which
-/// compute attention on tensor cores. This is `BLOCK_ROWS` of flash.cu.
-const FLASH_TILE_ROWS: usize = 128;
-/// Maximum size in bytes of the shared memory that a thread block of flash.cu's kernels needs for
-/// data other than rows of queries, keys, values or gradients. The bytes contain the statistics of
-/// two steps of 64 such rows, and `BlockState`.
-const FLASH_EXTRA_SHARED_BYTES: usize = 2 * 3 * 64 * 4 + 128;
 
 /// The compute capability of Hopper GPUs, whose kernels are in flash_hopper.cu.
 const HOPPER_CAPABILITY: (u32, u32) = (9, 0);
-
-/// Kernel argument with the shape, scale and dropout of an attention op. The layout is that of
-/// `Attention` in attention.cuh.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct AttentionArg {
-    t: usize,
-    heads: usize,
-    kv_heads: usize,
-    dim: usize,
-    scale: f32,
-    /// The softcap of the scores, or 0 for none.
-    cap: f32,
-    /// Number of the batch's first sequence among all samples, on which dropout's random words
-    /// depend.
-    first_sample: u64,
-    key: [u32; 2],
-    threshold: u32,
-    /// Factor of the probabilities that dropout keeps; 0 without dropout.
-    keep: f32,
-}
-
-// SAFETY: struct Attention of attention.cuh.
-unsafe impl KernelArg for AttentionArg {}
-
-impl AttentionArg {
-    /// Creates the kernel argument for attention of the shape `s`.
-    fn new(s: AttentionShape) -> Self {
-        let (first_sample, key, threshold, keep) = s
-            .dropout
-            .map_or((0, [0; 2], 0, 0.0), |d| (d.first_sequence, d.key, d.drop_threshold(), d.keep_scale()));
-        let AttentionShape { t, heads, kv_heads, head_dim: dim, scale, .. } = s;
-        let cap = s.softcap.unwrap_or(0.0);
-        AttentionArg { t, heads, kv_heads, dim, scale, cap, first_sample, key, threshold, keep }
-    }
-}
 
 /// Computes the grid and the shared memory for a kernel of attention.cu, with one thread block for
 /// each combination of row tile, head and sequence. Shared memory holds `row_tiles` tiles of rows
@@ -91,115 +49,6 @@ fn compute_tiled_launch_size(
     );
     let grid = [t.div_ceil(TILE_ROWS) as u32, heads as u32, b as u32];
     LaunchSize::Config(LaunchConfig { grid, block: [THREADS_PER_BLOCK, 1, 1], shared })
-}
-
-/// Kernel argument with the order in which thread blocks of an attention kernel process heads and
-/// tiles, chosen for hits in the L2 cache. The layout is that of `BlockOrder` in blocks.cuh.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct BlockOrder {
-    /// Number of tiles of each head.
-    tiles: usize,
-    /// Number of heads of each sequence.
-    heads: usize,
-    /// Number of heads of all sequences together.
-    total_heads: usize,
-    /// Number of heads whose blocks are scheduled together.
-    heads_together: usize,
-}
-
-// SAFETY: struct BlockOrder of blocks.cuh.
-unsafe impl KernelArg for BlockOrder {}
-
-/// The compiled variants of one attention kernel in flash.cu (for tensor cores), by head dimension
-/// and options, with their launch parameters. The first index is 0 for heads of at most 64 elements
-/// and 1 for heads of at most 128. The second index is 1 for attention with a softcap or dropout.
-struct FlashKernel {
-    names: [[&'static CStr; 2]; 2],
-    /// Number of warps per block of each variant.
-    warps: [[u32; 2]; 2],
-    /// Number of rows of queries, keys, values or gradients in a block's shared memory, for each
-    /// variant. These are the rows of two steps of the block's loop and, unless they are in
-    /// registers, the rows that the block owns.
-    rows: [[usize; 2]; 2],
-    /// True if each block computes results for some keys and iterates over queries, false for the
-    /// reverse.
-    is_by_keys: bool,
-}
-
-/// The variants of the forward kernel of flash.cu, which computes attention on tensor cores.
-const FLASH_FORWARD: FlashKernel = FlashKernel {
-    names: [[c"flash_forward_64", c"flash_forward_64_any"], [c"flash_forward_128", c"flash_forward_128_any"]],
-    warps: [[4, 4], [4, 8]],
-    rows: [[256, 256], [256, 256]],
-    is_by_keys: false,
-};
-/// The variants of the kernel of flash.cu (attention on tensor cores) that computes the gradients
-/// of queries. Each of its blocks processes some queries.
-const FLASH_BACKWARD_Q: FlashKernel = FlashKernel {
-    names: [
-        [c"flash_backward_q_64", c"flash_backward_q_64_any"],
-        [c"flash_backward_q_128", c"flash_backward_q_128_any"],
-    ],
-    warps: [[4, 4], [8, 8]],
-    rows: [[256, 256], [256, 256]],
-    is_by_keys: false,
-};
-/// The variants of the kernel of flash.cu (attention on tensor cores) that computes the gradients
-/// of keys and values. Each of its blocks processes some keys.
-const FLASH_BACKWARD_KV: FlashKernel = FlashKernel {
-    names: [
-        [c"flash_backward_kv_64", c"flash_backward_kv_64_any"],
-        [c"flash_backward_kv_128", c"flash_backward_kv_128_any"],
-    ],
-    warps: [[4, 8], [8, 8]],
-    rows: [[384, 256], [256, 256]],
-    is_by_keys: true,
-};
-
-impl FlashKernel {
-    /// Enqueues the variant of this kernel of flash.cu (attention on tensor cores) that fits the
-    /// attention shape `s`. The kernel receives `arguments`, then the shape and the order of the
-    /// blocks.
-    fn launch(&self, cuda: &Cuda, s: AttentionShape, arguments: &[&dyn KernelArg]) {
-        let dim_index = usize::from(s.head_dim > 64);
-        let variant = usize::from(s.softcap.is_some() || s.dropout.is_some());
-        let width = (s.heads + 2 * s.kv_heads) * s.head_dim;
-        assert!(s.t <= 1 << 30 && width <= 1 << 30, "attention: {s:?} exceeds the kernel's index range");
-        let order = self.compute_block_order(s, cuda.properties().l2_cache_bytes);
-        let blocks =
-            u32::try_from(order.tiles * order.total_heads).ok().filter(|blocks| *blocks <= i32::MAX as u32);
-        let grid = [blocks.unwrap_or_else(|| panic!("attention: {s:?} exceeds the grid")), 1, 1];
-        let row_bytes = ([64, 128][dim_index] + 8) * size_of::<u16>();
-        let shared = self.rows[dim_index][variant] * row_bytes + FLASH_EXTRA_SHARED_BYTES;
-        let config = LaunchConfig { grid, block: [32 * self.warps[dim_index][variant], 1, 1], shared };
-        let shape = AttentionArg::new(s);
-        let arguments: Vec<&dyn KernelArg> =
-            arguments.iter().copied().chain([&shape as &dyn KernelArg, &order]).collect();
-        cuda.launch(FLASH_SOURCE, self.names[dim_index][variant], LaunchSize::Config(config), &arguments);
-    }
-
-    /// Chooses the order in which this kernel's thread blocks process heads and tiles, so that
-    /// blocks that run together share data in the L2 cache.
-    fn compute_block_order(&self, s: AttentionShape, l2_cache_bytes: usize) -> BlockOrder {
-        BlockOrder::new(s, FLASH_TILE_ROWS, self.is_by_keys, l2_cache_bytes)
-    }
-}
-
-impl BlockOrder {
-    /// Chooses the order in which thread blocks process heads and tiles of `tile_rows` rows, so
-    /// that blocks that run together share data in the L2 cache. All blocks of a head read the same
-    /// rows, so heads are scheduled in groups whose rows fit into half of the L2 cache.
-    fn new(s: AttentionShape, tile_rows: usize, is_by_keys: bool, l2_cache_bytes: usize) -> BlockOrder {
-        let tiles = s.t.div_ceil(tile_rows);
-        let group = s.heads / s.kv_heads;
-        let (heads, heads_sharing_rows, rows_per_token) =
-            if is_by_keys { (s.kv_heads, 1, group) } else { (s.heads, group, 1) };
-        let total_heads = heads * s.b;
-        let bytes_read = 2 * rows_per_token * s.t * s.head_dim * size_of::<u16>();
-        let together = (l2_cache_bytes / 2 / bytes_read.max(1)).max(1) * heads_sharing_rows;
-        BlockOrder { tiles, heads, total_heads, heads_together: together.min(total_heads) }
-    }
 }
 
 /// An attention kernel of flash_hopper.cu (for Hopper's tensor cores) in two variants, for heads of
@@ -282,20 +131,25 @@ impl HopperKernel {
 }
 
 /// Returns true if the kernels of flash_hopper.cu (attention on the tensor cores of Hopper GPUs)
-/// are used for the shape `s` on this GPU. `tensors` are all tensors of bf16 elements.
-fn uses_hopper_kernels(cuda: &Cuda, s: AttentionShape, tensors: &[&TensorArg]) -> bool {
+/// are used for the shape `s` on this GPU. `tensors` are all tensors of elements of the type
+/// `dtype`.
+fn uses_hopper_kernels(cuda: &Cuda, dtype: Dtype, s: AttentionShape, tensors: &[&TensorArg]) -> bool {
     let is_plain = s.softcap.is_none() && s.dropout.is_none();
     let is_aligned = tensors.iter().all(|tensor| tensor.at.is_multiple_of(16));
     cuda.properties().capability == HOPPER_CAPABILITY
+        && dtype == Dtype::Bf16
         && matches!(s.head_dim, 64 | 128)
         && is_plain
         && is_aligned
 }
 
-/// Returns true if the built-in kernels compute attention of the shape `s` on tensor cores, for
-/// tensors with the element types `dtypes`.
-fn uses_tensor_cores(dtypes: &[Dtype], s: AttentionShape) -> bool {
-    s.head_dim <= 128 && dtypes.iter().all(|dtype| *dtype == Dtype::Bf16)
+/// Returns the common 16-bit element type of all tensors if the built-in kernels compute attention
+/// of the shape `s` on tensor cores, for tensors with the element types `dtypes`. Returns `None` if
+/// they compute in f32.
+fn find_tensor_core_dtype(dtypes: &[Dtype], s: AttentionShape) -> Option<Dtype> {
+    let dtype = *dtypes.first()?;
+    let is_supported = dtype != Dtype::F32 && s.head_dim <= MAX_HEAD_DIM;
+    (is_supported && dtypes.iter().all(|other| *other == dtype)).then_some(dtype)
 }
 
 /// Panics if an argument of an attention op does not fit the shape `s`, or if the shape is too
@@ -313,11 +167,12 @@ impl AttentionOps for Cuda {
         let (o, lse, qkv) = (TensorArg::from(&o), f32_gpu_address(lse.as_view()), TensorArg::from(qkv));
         let run_built_in = || {
             let starts = self.upload_input("starts", starts);
-            if uses_tensor_cores(&dtypes, s) && uses_hopper_kernels(self, s, &[&o, &qkv]) {
-                return HOPPER_FORWARD.launch(self, s, &[&o, &lse, &qkv, &starts]);
-            }
-            if uses_tensor_cores(&dtypes, s) {
-                return FLASH_FORWARD.launch(self, s, &[&o, &lse, &qkv, &starts]);
+            if let Some(dtype) = find_tensor_core_dtype(&dtypes, s) {
+                let arguments: [&dyn KernelArg; 4] = [&o, &lse, &qkv, &starts];
+                if uses_hopper_kernels(self, dtype, s, &[&o, &qkv]) {
+                    return HOPPER_FORWARD.launch(self, s, &arguments);
+                }
+                return launch_flash_kernels(&FLASH_FORWARD, self, dtype, s, &arguments);
             }
             let work = compute_tiled_launch_size(self, s, s.heads, 3, 1);
             let shape = AttentionArg::new(s);
@@ -359,14 +214,14 @@ impl AttentionOps for Cuda {
                 LaunchSize::Config(config),
                 &[&dots, &d_o, &o, &shape],
             );
-            if uses_tensor_cores(&dtypes, s) {
+            if let Some(dtype) = find_tensor_core_dtype(&dtypes, s) {
                 let arguments: [&dyn KernelArg; 6] = [&dqkv, &d_o, &qkv, &lse, &dots, &starts];
-                if uses_hopper_kernels(self, s, &[&dqkv, &d_o, &qkv]) {
+                if uses_hopper_kernels(self, dtype, s, &[&dqkv, &d_o, &qkv]) {
                     HOPPER_BACKWARD_Q.launch(self, s, &arguments);
                     return HOPPER_BACKWARD_KV.launch(self, s, &arguments);
                 }
-                FLASH_BACKWARD_Q.launch(self, s, &arguments);
-                return FLASH_BACKWARD_KV.launch(self, s, &arguments);
+                launch_flash_kernels(&FLASH_BACKWARD_Q, self, dtype, s, &arguments);
+                return launch_flash_kernels(&FLASH_BACKWARD_KV, self, dtype, s, &arguments);
             }
             let arguments: [&dyn KernelArg; 7] = [&dqkv, &d_o, &qkv, &lse, &dots, &starts, &shape];
             let by_queries = compute_tiled_launch_size(self, s, s.heads, 4, 1);
@@ -405,19 +260,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn heads_whose_rows_fit_into_the_cache_are_scheduled_together() {
-        let s = AttentionShape::new(2, 1000, 16, 4, 128);
-        let order = |kernel: &FlashKernel, cache| {
-            let order = kernel.compute_block_order(s, cache);
-            (order.tiles, order.heads, order.total_heads, order.heads_together)
+    fn tensors_of_one_16_bit_type_are_multiplied_on_tensor_cores() {
+        let find = |dtypes: &[Dtype], head_dim| {
+            find_tensor_core_dtype(dtypes, AttentionShape::new(1, 8, 1, 1, head_dim))
         };
-        // Keys and values of 4 query heads take 512 000 bytes; queries and gradients of one key
-        // head take four times as many.
-        assert_eq!(order(&FLASH_FORWARD, 1_024_000), (8, 16, 32, 4));
-        assert_eq!(order(&FLASH_FORWARD, 3_000_000), (8, 16, 32, 8));
-        assert_eq!(order(&FLASH_FORWARD, 0), (8, 16, 32, 4));
-        assert_eq!(order(&FLASH_FORWARD, 1 << 30), (8, 16, 32, 32));
-        assert_eq!(order(&FLASH_BACKWARD_KV, 5_000_000), (8, 4, 8, 1));
-        assert_eq!(order(&FLASH_BACKWARD_KV, 9_000_000), (8, 4, 8, 2));
+        assert_eq!(find(&[Dtype::Bf16; 3], 256), Some(Dtype::Bf16));
+        assert_eq!(find(&[Dtype::F16; 2], 130), Some(Dtype::F16));
+        assert_eq!(find(&[Dtype::F16; 2], 257), None);
+        assert_eq!(find(&[Dtype::F32; 2], 64), None);
+        assert_eq!(find(&[Dtype::F16, Dtype::Bf16], 64), None);
+        assert_eq!(find(&[Dtype::Bf16, Dtype::F32], 64), None);
     }
 }

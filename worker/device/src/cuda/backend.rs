@@ -126,9 +126,16 @@ impl Cuda {
         Err(properties.unsupported_error("fp8 matmuls", "sm_89 (Ada) or newer"))
     }
 
-    /// Compiles and loads every kernel now, so that no training step waits for a compilation.
+    /// Compiles and loads the kernels that most jobs need now, so that no training step waits for a
+    /// compilation. Kernels that few jobs need are compiled at their first use.
     pub fn load_kernels(&self) -> Result<()> {
-        self.gpu.retry_if_out_of_memory(|| self.kernels.load_all_modules(&self.gpu))
+        let is_needed = |source: &KernelSource| !source.is_rarely_used;
+        self.gpu.retry_if_out_of_memory(|| self.kernels.load_modules(&self.gpu, is_needed))
+    }
+
+    /// Compiles and loads every kernel now, also those that few jobs need.
+    pub fn load_all_kernels(&self) -> Result<()> {
+        self.gpu.retry_if_out_of_memory(|| self.kernels.load_modules(&self.gpu, |_| true))
     }
 
     /// Enables the autotuning of matmuls: whenever a new shape of a matmul occurs, cuBLASLt's

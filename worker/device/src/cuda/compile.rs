@@ -25,6 +25,9 @@ pub(super) struct KernelSource {
     pub(super) text: &'static str,
     /// True if the kernels use instructions that only Hopper GPUs have.
     pub(super) is_for_hopper: bool,
+    /// True if few jobs need the kernels. They are then compiled at their first use, and not when
+    /// a job starts.
+    pub(super) is_rarely_used: bool,
 }
 
 /// The architecture of Hopper GPUs such as the H100 and H200, as NVRTC names it.
@@ -48,16 +51,23 @@ impl KernelSource {
 /// at compile time.
 macro_rules! kernel_source {
     ($file:literal) => {
-        KernelSource { file: $file, text: include_str!(concat!("kernels/", $file)), is_for_hopper: false }
+        KernelSource {
+            file: $file,
+            text: include_str!(concat!("kernels/", $file)),
+            is_for_hopper: false,
+            is_rarely_used: false,
+        }
     };
 }
 
 /// Names and texts of the headers that kernel sources include.
-const KERNEL_HEADERS: [(&CStr, &str); 6] = [
+const KERNEL_HEADERS: [(&CStr, &str); 8] = [
     (c"common.cuh", include_str!("kernels/common.cuh")),
     (c"attention.cuh", include_str!("kernels/attention.cuh")),
     (c"blocks.cuh", include_str!("kernels/blocks.cuh")),
     (c"tiles.cuh", include_str!("kernels/tiles.cuh")),
+    (c"flash.cuh", include_str!("kernels/flash.cuh")),
+    (c"flash_backward.cuh", include_str!("kernels/flash_backward.cuh")),
     (c"hopper.cuh", include_str!("kernels/hopper.cuh")),
     (c"flash_hopper.cuh", include_str!("kernels/flash_hopper.cuh")),
 ];
@@ -75,15 +85,28 @@ pub(super) const EXPERT_ROWS_SOURCE: KernelSource = kernel_source!("expert_rows.
 pub(super) const CLASSIFIER_SOURCE: KernelSource = kernel_source!("classifier.cu");
 /// Source file of the kernels of attention in f32 arithmetic, for all element types.
 pub(super) const ATTENTION_SOURCE: KernelSource = kernel_source!("attention.cu");
-/// Source file of the kernels of attention for bf16 tensors, which use tensor cores.
+/// Source file of the kernels of attention for bf16 tensors with heads of at most 128 elements,
+/// which use tensor cores.
 pub(super) const FLASH_SOURCE: KernelSource = kernel_source!("flash.cu");
+/// Source file of the kernels of attention on tensor cores for f16 tensors with heads of at most
+/// 128 elements.
+pub(super) const FLASH_F16_SOURCE: KernelSource =
+    KernelSource { is_rarely_used: true, ..kernel_source!("flash_f16.cu") };
+/// Source file of the kernels of attention on tensor cores for bf16 tensors with heads of 129 to
+/// 256 elements.
+pub(super) const FLASH_256_SOURCE: KernelSource =
+    KernelSource { is_rarely_used: true, ..kernel_source!("flash_256.cu") };
+/// Source file of the kernels of attention on tensor cores for f16 tensors with heads of 129 to 256
+/// elements.
+pub(super) const FLASH_256_F16_SOURCE: KernelSource =
+    KernelSource { is_rarely_used: true, ..kernel_source!("flash_256_f16.cu") };
 /// Source file of the kernels of attention for bf16 tensors on the tensor cores of Hopper GPUs.
 pub(super) const FLASH_HOPPER_SOURCE: KernelSource =
     KernelSource { is_for_hopper: true, ..kernel_source!("flash_hopper.cu") };
 /// Source file of the kernels that round the operands of matmuls to fp8.
 pub(super) const FP8_SOURCE: KernelSource = kernel_source!("fp8.cu");
 /// All CUDA source files of this crate.
-pub(super) const KERNEL_SOURCES: [KernelSource; 9] = [
+pub(super) const KERNEL_SOURCES: [KernelSource; 12] = [
     ELEMENTWISE_SOURCE,
     NORM_SOURCE,
     ACTIVATION_SOURCE,
@@ -91,6 +114,9 @@ pub(super) const KERNEL_SOURCES: [KernelSource; 9] = [
     CLASSIFIER_SOURCE,
     ATTENTION_SOURCE,
     FLASH_SOURCE,
+    FLASH_F16_SOURCE,
+    FLASH_256_SOURCE,
+    FLASH_256_F16_SOURCE,
     FLASH_HOPPER_SOURCE,
     FP8_SOURCE,
 ];
@@ -369,14 +395,21 @@ impl KernelModules {
         self.cache_error.get()
     }
 
-    /// Compiles and loads every kernel source that is not loaded yet. The sources are compiled in
-    /// parallel, because one after the other takes 21 s on the host of an H100.
-    pub(super) fn load_all_modules(&self, gpu: &GpuContext) -> Result<()> {
+    /// Compiles and loads the kernel sources that `selects` accepts and that are not loaded yet.
+    /// They are compiled in parallel, because one after the other takes 21 s on the host of an
+    /// H100.
+    pub(super) fn load_modules(
+        &self,
+        gpu: &GpuContext,
+        selects: impl Fn(&KernelSource) -> bool,
+    ) -> Result<()> {
         let _guard = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
         let architecture = &gpu.properties.architecture();
         let images = std::thread::scope(|scope| {
-            let missing =
-                KERNEL_SOURCES.iter().zip(&self.modules).filter(|(_, module)| module.get().is_none());
+            let missing = KERNEL_SOURCES
+                .iter()
+                .zip(&self.modules)
+                .filter(|(source, module)| selects(source) && module.get().is_none());
             let compiling: Vec<_> = missing
                 .filter_map(|(source, module)| {
                     Some((source, module, source.find_architecture(architecture)?))

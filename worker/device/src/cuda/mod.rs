@@ -11,6 +11,7 @@
 //! the call that failed may record the failure.
 mod activation;
 mod attention;
+mod attention_arguments;
 mod backend;
 mod bindings;
 mod block_cache;
@@ -23,6 +24,7 @@ mod disk_cache;
 mod elementwise;
 mod error;
 mod expert_rows;
+mod flash_kernels;
 mod fp8;
 mod gpu;
 mod gpu_sensors;

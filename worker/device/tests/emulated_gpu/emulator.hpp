@@ -403,10 +403,13 @@ template <int Open> void await_copies() {
 
 // --- tensor cores: instructions of a whole warp ---------------------------------------------------
 
-// Returns one of the two bf16 values of a register.
-static inline float bf16_of_register(unsigned bits, int which) { return __int_as_float((int)((which ? bits >> 16 : bits & 0xffff) << 16)); }
+// Returns one of the two 16-bit values of a register.
+template <bool is_f16> float value_of_register(unsigned bits, int which) {
+    unsigned half = which ? bits >> 16 : bits & 0xffff;
+    return is_f16 ? from_f16((unsigned short)half) : __int_as_float((int)(half << 16));
+}
 
-static inline void mma_16x8x16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+template <bool is_f16> void mma_16x8x16_of(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     // By warp: the 16 rows of the first matrix and the 8 columns of the second one.
     static float buffers[2][emulator::MAX_THREADS / 32][24][16];
     unsigned self = emulator::block.current, group = self % 32 / 4, lane_in_group = self % 4;
@@ -414,14 +417,16 @@ static inline void mma_16x8x16(float (&c)[4], const unsigned (&a)[4], unsigned b
     const unsigned b[2] = {b0, b1};
     for (unsigned which = 0; which < 2; which++) {
         unsigned k = 2 * lane_in_group + which;
-        for (unsigned i = 0; i < 4; i++) rows[group + 8 * (i % 2)][k + 8 * (i / 2)] = bf16_of_register(a[i], (int)which);
-        for (unsigned i = 0; i < 2; i++) rows[16 + group][k + 8 * i] = bf16_of_register(b[i], (int)which);
+        for (unsigned i = 0; i < 4; i++) rows[group + 8 * (i % 2)][k + 8 * (i / 2)] = value_of_register<is_f16>(a[i], (int)which);
+        for (unsigned i = 0; i < 2; i++) rows[16 + group][k + 8 * i] = value_of_register<is_f16>(b[i], (int)which);
     }
     emulator::block.sync_warp();
     const float *left[2] = {rows[group], rows[group + 8]}, *right[2] = {rows[16 + 2 * lane_in_group], rows[17 + 2 * lane_in_group]};
     for (unsigned k = 0; k < 16; k++) // the four sums are independent, so that the CPU overlaps them
         for (unsigned i = 0; i < 4; i++) c[i] += left[i / 2][k] * right[i % 2][k];
 }
+static inline void mma_16x8x16_bf16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_16x8x16_of<false>(c, a, b0, b1); }
+static inline void mma_16x8x16_f16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_16x8x16_of<true>(c, a, b0, b1); }
 
 // Exchanges the row addresses of a warp's four matrices, and returns them by lane. Bank conflicts
 // between rows of a matrix are slow on a GPU. Here they are an error.

@@ -21,8 +21,19 @@ const LIBRARIES: [(&str, &str); 4] = [
 /// below the directory of the other libraries.
 const CUDNN: &str = "libcudnn.so.9";
 /// Names of the kernel sources, without `.cu`.
-const KERNEL_SOURCES: [&str; 8] =
-    ["elementwise", "norm", "activation", "expert_rows", "classifier", "attention", "flash", "fp8"];
+const KERNEL_SOURCES: [&str; 11] = [
+    "elementwise",
+    "norm",
+    "activation",
+    "expert_rows",
+    "classifier",
+    "attention",
+    "flash",
+    "flash_f16",
+    "flash_256",
+    "flash_256_f16",
+    "fp8",
+];
 
 /// Returns the directory of the emulated libraries, and builds them first if needed. With
 /// `LAUNCH_TEST_EMULATED_GPU=ptx`, returns [`ptx_library_directory`].

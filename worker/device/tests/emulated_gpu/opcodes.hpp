@@ -243,23 +243,24 @@ template <bool largest> void reduce(Warp& w, const Instruction& i, uint32_t lane
 }
 inline void warp_barrier(Warp& w, const Instruction&, uint32_t) { w.block->shadow.warp_barrier(w.number); }
 
-// mma.m16n8k16: d[16, 8] = a[16, 16] · b[16, 8] + c, with two bf16 values per register of a and b.
+// mma.m16n8k16: d[16, 8] = a[16, 16] · b[16, 8] + c, with two bf16 or f16 values per register of a
+// and b.
 // Lane 4·g + t has
 // - of a: rows g and g + 8, columns 2t, 2t + 1, 2t + 8 and 2t + 9;
 // - of b: rows 2t, 2t + 1, 2t + 8 and 2t + 9 of column g;
 // - of c and d: rows g and g + 8, columns 2t and 2t + 1.
-inline void multiply(Warp& w, const Instruction& i, uint32_t lanes) {
+template <float to_float(uint32_t)> void multiply(Warp& w, const Instruction& i, uint32_t lanes) {
     if (lanes != ALL) stop("mma needs a whole warp: " + i.text);
     float a[16][16], b[16][8], d[32][4];
     for (int l = 0; l < 32; l++) {
         int g = l / 4, t = l % 4;
         for (int n = 0; n < 4; n++) {
             uint32_t two = w.get<uint32_t>(i.slots[4 + n], l);
-            for (int h = 0; h < 2; h++) a[g + 8 * (n % 2)][2 * t + h + 8 * (n / 2)] = bf16_to_float(h ? two >> 16 : two & 0xffff);
+            for (int h = 0; h < 2; h++) a[g + 8 * (n % 2)][2 * t + h + 8 * (n / 2)] = to_float(h ? two >> 16 : two & 0xffff);
         }
         for (int n = 0; n < 2; n++) {
             uint32_t two = w.get<uint32_t>(i.slots[8 + n], l);
-            for (int h = 0; h < 2; h++) b[2 * t + h + 8 * n][g] = bf16_to_float(h ? two >> 16 : two & 0xffff);
+            for (int h = 0; h < 2; h++) b[2 * t + h + 8 * n][g] = to_float(h ? two >> 16 : two & 0xffff);
         }
     }
     for (int l = 0; l < 32; l++)
@@ -333,6 +334,7 @@ inline const Opcode* find_opcode(const std::string& name) {
         UNARY("cvt.f32.f16", float, uint16_t, f16_to_float(a)) UNARY("cvt.rn.f16.f32", uint16_t, float, to_f16_bits(a))
         UNARY("cvt.sat.f32.f32", float, float, std::isnan(a) ? 0 : std::min(std::max(a, 0.0f), 1.0f))
         BINARY("cvt.rn.bf16x2.f32", uint32_t, float, float, to_bf16_bits(a) << 16 | to_bf16_bits(b))
+        BINARY("cvt.rn.f16x2.f32", uint32_t, float, float, to_f16_bits(a) << 16 | to_f16_bits(b))
         BINARY("cvt.rn.satfinite.e4m3x2.f32", uint16_t, float, float, to_e4m3(a) << 8 | to_e4m3(b))
         BINARY("cvt.rn.satfinite.e5m2x2.f32", uint16_t, float, float, to_e5m2(a) << 8 | to_e5m2(b))
         UNARY("cvta.to.global.u64", uint64_t, uint64_t, a) UNARY("cvta.global.u64", uint64_t, uint64_t, a)
@@ -351,7 +353,8 @@ inline const Opcode* find_opcode(const std::string& name) {
         {"redux.sync.max.s32", {reduce<true>, InstructionKind::COLLECTIVE}},
         {"redux.sync.min.s32", {reduce<false>, InstructionKind::COLLECTIVE}},
         {"bar.warp.sync", {warp_barrier, InstructionKind::COLLECTIVE}},
-        {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", {multiply, InstructionKind::COLLECTIVE}},
+        {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", {multiply<bf16_to_float>, InstructionKind::COLLECTIVE}},
+        {"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", {multiply<f16_to_float>, InstructionKind::COLLECTIVE}},
         {"ldmatrix.sync.aligned.m8n8.x4.shared.b16", {load_matrices<false>, InstructionKind::COLLECTIVE}},
         {"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", {load_matrices<true>, InstructionKind::COLLECTIVE}},
         // warpgroups

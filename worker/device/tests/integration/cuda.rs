@@ -1,11 +1,12 @@
 //! Tests the CUDA backend on the emulated GPU: its results compared with those of the CPU, the
 //! search for libraries, and the kernel cache.
 
+use crate::cubin::{KernelResources, read_kernel_resources};
 use crate::{emulated_gpu, own_process::run_test_alone};
 use device::cuda::{self, CudaError, CudaLibrary, LibrarySearchPaths};
 use device::ops::{
-    ActivationOps, ClassifierGrads, ClassifierOps, ClassifierShape, EmbeddingOps, MatmulOps, VectorOps,
-    WriteMode,
+    ActivationOps, AttentionOps, AttentionShape, ClassifierGrads, ClassifierOps, ClassifierShape,
+    EmbeddingOps, MatmulOps, VectorOps, WriteMode,
 };
 use device::{Buf, Cuda, Dtype, Storage, View, conformance};
 use std::sync::OnceLock;
@@ -207,6 +208,60 @@ fn compiled_kernels_are_cached() {
     assert!(cached.iter().all(|f| std::fs::metadata(f).expect("a file").len() > 48));
 }
 
+/// Runs attention with heads of `head_dim` elements on the GPU, forward and backward, and returns
+/// the names of all kernels that the GPU has launched so far.
+fn run_attention(cuda: &Cuda, dtype: Dtype, head_dim: usize) -> Vec<String> {
+    let shape = AttentionShape::new(1, 5, 2, 1, head_dim);
+    let [mut o, d_o] = [0; 2].map(|_| cuda.zeroed(dtype, 5 * 2 * head_dim));
+    let [qkv, mut dqkv] = [0; 2].map(|_| cuda.zeroed(dtype, 5 * 4 * head_dim));
+    let mut lse = cuda.zeroed(Dtype::F32, 2 * 5);
+    cuda.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), &[0; 5], shape);
+    cuda.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), &[0; 5], shape);
+    let launched = cuda.report_launched_kernel_resources().expect("kernels");
+    launched.into_iter().map(|kernel| kernel.name).collect()
+}
+
+/// Kernels that few jobs need: element type and head dimension of the attention that uses them,
+/// their source file without `.cu`, and their names without `flash_`.
+const RARELY_USED_KERNELS: [(Dtype, usize, &str, &[&str]); 3] = [
+    (Dtype::F16, 64, "flash_f16", &["backward_kv_64_f16", "backward_q_64_f16", "forward_64_f16"]),
+    (Dtype::Bf16, 136, "flash_256", &["backward_k_256", "backward_q_256", "backward_v_256", "forward_256"]),
+    (
+        Dtype::F16,
+        256,
+        "flash_256_f16",
+        &["backward_k_256_f16", "backward_q_256_f16", "backward_v_256_f16", "forward_256_f16"],
+    ),
+];
+
+/// Checks that kernels which few jobs need are compiled at their first use, and that attention uses
+/// the kernels for the type and the width of the heads.
+#[test]
+fn rarely_used_kernels_are_compiled_at_their_first_use() {
+    for (dtype, head_dim, file, kernels) in RARELY_USED_KERNELS {
+        let cache = tempfile::tempdir().expect("a directory");
+        let cuda = Cuda::open(&library_paths(), 0, Some(cache.path().to_owned())).expect("opened");
+        let list_files = || {
+            let files = std::fs::read_dir(cache.path()).expect("the cache").map(|e| e.expect("entry"));
+            files.map(|file| file.file_name().to_string_lossy().into_owned()).collect::<Vec<_>>()
+        };
+        cuda.load_kernels().expect("compiled");
+        let is_rare = |name: &String| name.starts_with(&format!("{file}-"));
+        let before = list_files();
+        assert!(!before.iter().any(is_rare), "{before:?}");
+        let launched = run_attention(&cuda, dtype, head_dim);
+        let expected = kernels.iter().map(|kernel| format!("flash_{kernel}"));
+        assert_eq!(
+            launched,
+            std::iter::once("attention_delta".to_owned()).chain(expected).collect::<Vec<_>>()
+        );
+        let after = list_files();
+        assert!(after.len() == before.len() + 1 && after.iter().any(is_rare), "{after:?}");
+        cuda.load_all_kernels().expect("compiled");
+        assert_eq!(list_files().len(), before.len() + 3);
+    }
+}
+
 /// Checks that autotuning selects and stores the fastest algorithm. The emulated cuBLASLt suggests
 /// a slow algorithm, a fast one, and one that fails.
 #[test]
@@ -322,54 +377,53 @@ fn host_and_gpu_memory_are_not_interchangeable() {
     assert!(!panics(&|| assert_eq!(host.view().host_slice(), [0.0; 4])));
 }
 
-/// Returns the names of the kernels in a binary image (ELF), each with its bytes of static shared
-/// memory. Since sm_90 the system reserves some of these bytes.
-fn read_static_shared_memory(image: &[u8]) -> Vec<(String, u64)> {
-    let number = |at: u64, bytes: usize| {
-        let at = at as usize;
-        image[at..at + bytes].iter().rev().fold(0u64, |n, byte| n << 8 | u64::from(*byte))
-    };
-    let (sections, size, count, names) = (number(0x28, 8), number(0x3a, 2), number(0x3c, 2), number(0x3e, 2));
-    let section = |i: u64| sections + i * size;
-    let texts = number(section(names) + 0x18, 8);
-    let name = |i: u64| {
-        let from = (texts + number(section(i), 4)) as usize;
-        String::from_utf8_lossy(image[from..].split(|byte| *byte == 0).next().unwrap_or(&[])).into_owned()
-    };
-    let kernel = |i: u64| {
-        let kernel = name(i).strip_prefix(".nv.shared.")?.to_owned();
-        Some((kernel, number(section(i) + 0x20, 8)))
-    };
-    (0..count).filter_map(kernel).collect()
-}
-
-/// Compiles the kernels with NVIDIA's NVRTC, which needs no GPU, and checks their shared memory.
-/// Skipped if NVRTC is not installed; panics in that case if `LAUNCH_TEST_REQUIRE=all`.
-#[test]
-fn kernels_compile_for_each_architecture() {
+/// Compiles the kernels for an architecture with NVIDIA's NVRTC, which needs no GPU, and checks
+/// their shared memory and their registers, which it prints. Skipped if NVRTC is not installed;
+/// panics in that case if `LAUNCH_TEST_REQUIRE=all`.
+fn assert_kernels_compile(architecture: &str) {
     let Some(directory) = emulated_gpu::nvrtc_directory() else { return };
     let paths = LibrarySearchPaths { configured: vec![directory], ..LibrarySearchPaths::default() };
-    for architecture in ["sm_80", "sm_90", "sm_100"] {
-        let images = cuda::compile_kernel_sources(&paths, architecture).expect("compiles");
-        assert_eq!(images.len(), if architecture == "sm_90" { 9 } else { 8 });
-        assert!(images.iter().all(|(_, image)| image.starts_with(b"\x7fELF")), "{architecture}");
-        let reserved = if architecture == "sm_80" { 0 } else { 1024 };
-        for (file, image) in &images {
-            let arrays = read_static_shared_memory(image).into_iter().filter(|(_, bytes)| *bytes > reserved);
-            // A kernel with dynamic shared memory may use the GPU's maximum, so it must have no
-            // static arrays.
-            let is_dynamic = ["flash.cu", "flash_hopper.cu", "attention.cu"].contains(file);
-            assert!(
-                !is_dynamic || arrays.clone().count() == 0,
-                "{file} for {architecture}: {:?}",
-                arrays.collect::<Vec<_>>()
-            );
-            assert!(
-                *file != "norm.cu" || arrays.count() > 0,
-                "sections of {file} for {architecture} are not found"
-            );
+    let images = cuda::compile_kernel_sources(&paths, architecture).expect("compiles");
+    assert_eq!(images.len(), if architecture == "sm_90" { 12 } else { 11 });
+    let reserved = if architecture == "sm_80" { 0 } else { 1024 };
+    for (file, image) in &images {
+        assert!(image.starts_with(b"\x7fELF"), "{file}");
+        let kernels = read_kernel_resources(image);
+        let has_array = |kernel: &KernelResources| kernel.static_shared_bytes > reserved;
+        // A kernel with dynamic shared memory may use the GPU's maximum, so it must have no static
+        // arrays.
+        let is_dynamic = file.starts_with("flash") || *file == "attention.cu";
+        assert!(!is_dynamic || !kernels.iter().any(has_array), "{file}: {kernels:?}");
+        assert!(*file != "norm.cu" || kernels.iter().any(has_array), "{file}: {kernels:?}");
+        for kernel in &kernels {
+            println!("{file}: {kernel:?}");
+            assert!((1..=255).contains(&kernel.registers), "{kernel:?}");
+            // Kernels of flash_hopper.cu spill registers once per block, outside of loops.
+            let keeps_registers = file.starts_with("flash") && *file != "flash_hopper.cu";
+            assert!(!keeps_registers || kernel.local_bytes == 0, "{kernel:?}");
         }
     }
+}
+
+#[test]
+fn kernels_compile_for_ampere() {
+    assert_kernels_compile("sm_80");
+}
+
+#[test]
+fn kernels_compile_for_hopper() {
+    assert_kernels_compile("sm_90");
+}
+
+#[test]
+fn kernels_compile_for_blackwell() {
+    assert_kernels_compile("sm_100");
+}
+
+#[test]
+fn an_unknown_architecture_is_rejected_by_the_compiler() {
+    let Some(directory) = emulated_gpu::nvrtc_directory() else { return };
+    let paths = LibrarySearchPaths { configured: vec![directory], ..LibrarySearchPaths::default() };
     let error = cuda::compile_kernel_sources(&paths, "sm_12").expect_err("sm_12 does not exist");
     assert!(matches!(error, CudaError::KernelCompile { .. }), "{error:?}");
 }

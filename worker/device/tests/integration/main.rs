@@ -2,10 +2,12 @@
 
 mod amx;
 mod amx_emulator;
+mod attention;
 mod bf16_rule;
 #[path = "../emulated_gpu/call_counts.rs"]
 mod call_counts;
 mod classifier;
+mod cubin;
 mod cuda;
 mod cuda_graphs;
 mod cuda_library_faults;

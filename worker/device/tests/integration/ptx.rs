@@ -4,10 +4,7 @@
 
 use crate::{emulated_gpu, own_process::run_test_alone};
 use device::cuda::LibrarySearchPaths;
-use device::ops::{
-    ActivationOps, AttentionOps, AttentionShape, LayerNormOps, LayerNormParams, RmsNormOps, VectorOps,
-    WriteMode,
-};
+use device::ops::{ActivationOps, LayerNormOps, LayerNormParams, RmsNormOps, VectorOps, WriteMode};
 use device::{Buf, Cuda, Dtype, Storage, View, ViewMut, conformance};
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 
@@ -19,74 +16,6 @@ fn every_compiled_op_matches_the_cpu() {
     let rows = conformance::compare_ops_with_cpu(&cuda, 1, 2);
     assert_eq!(rows.len(), 11);
     assert!(rows.iter().all(|row| row.failure.is_none() && row.cases >= 2), "{rows:#?}");
-}
-
-/// Attention shapes with heads of 64 and 128 elements: sequences, positions, query heads, key
-/// heads, and elements of a head.
-const HOPPER_SHAPES: [[usize; 5]; 4] =
-    [[2, 150, 4, 2, 64], [1, 261, 2, 2, 64], [1, 200, 3, 1, 128], [2, 65, 2, 2, 128]];
-
-#[test]
-fn attention_on_warpgroups_matches_attention_in_f32() {
-    let Some(directory) = emulated_gpu::ptx_library_directory() else { return };
-    let paths = LibrarySearchPaths { configured: vec![directory], ..LibrarySearchPaths::default() };
-    let cuda = Cuda::open(&paths, 0, None).expect("the emulated GPU");
-    for (case, [b, t, heads, kv_heads, head_dim]) in HOPPER_SHAPES.into_iter().enumerate() {
-        let shape = AttentionShape::new(b, t, heads, kv_heads, head_dim);
-        let starts: Vec<u32> = (0..b * t)
-            .map(|i| match case {
-                0 => 0,
-                1 => i.saturating_sub(70),
-                _ => (i % t / 30 * 30) as u32 as usize,
-            } as u32)
-            .collect();
-        let wide_qkv = draw_bf16_values(b * t * (heads + 2 * kv_heads) * head_dim, 3);
-        let wide_d_o = draw_bf16_values(b * t * heads * head_dim, 5);
-        let results = [Dtype::F32, Dtype::Bf16].map(|dtype| {
-            let make = |values: &[f32]| {
-                let wide = cuda.clone_to_device(values.into());
-                let mut buf = cuda.zeroed(dtype, values.len());
-                cuda.cast(buf.view_mut(), wide.view());
-                buf
-            };
-            let (qkv, d_o) = (make(&wide_qkv), make(&wide_d_o));
-            let mut o = cuda.zeroed(dtype, wide_d_o.len());
-            let mut lse = cuda.zeroed(Dtype::F32, b * heads * t);
-            let mut dqkv = cuda.zeroed(dtype, wide_qkv.len());
-            cuda.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), &starts, shape);
-            cuda.attention_backward(
-                dqkv.view_mut(),
-                d_o.view(),
-                o.view(),
-                lse.view(),
-                qkv.view(),
-                &starts,
-                shape,
-            );
-            [o, lse, dqkv].map(|buf| {
-                let mut wide = cuda.zeroed(Dtype::F32, buf.len());
-                cuda.cast(wide.view_mut(), buf.view());
-                cuda.clone_to_host(wide.view()).host_slice().to_vec()
-            })
-        });
-        let [exact, rounded] = results;
-        for ((exact, rounded), name) in exact.iter().zip(&rounded).zip(["o", "lse", "dqkv"]) {
-            let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
-            let error = norm(&mut exact.iter().zip(rounded).map(|(x, y)| x - y));
-            let ratio = error / norm(&mut exact.iter().copied());
-            assert!(ratio < 6e-3, "{name} of {shape:?}: relative error {ratio}");
-        }
-    }
-}
-
-/// Returns `count` values between −1 and 1 that bf16 represents exactly.
-fn draw_bf16_values(count: usize, seed: u32) -> Vec<f32> {
-    let mut state = seed;
-    let mut draw = || {
-        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        (state >> 25) as f32 / 64.0 - 1.0
-    };
-    (0..count).map(|_| draw()).collect()
 }
 
 /// The PTX text with which every test kernel begins. The kernel has 64 threads and 64 words of

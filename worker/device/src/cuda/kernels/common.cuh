@@ -59,6 +59,12 @@ DEVICE u32 pack_bf16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
+// Rounds two numbers to f16 and packs them into one word.
+DEVICE u32 pack_f16(float low, float high) {
+    u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
 DEVICE float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -73,6 +79,7 @@ DEVICE float reciprocal_approx(float x) {
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) float name[]
 #else
 DEVICE u32 pack_bf16(float low, float high) { return (u32)to_bf16(low) | (u32)to_bf16(high) << 16; }
+DEVICE u32 pack_f16(float low, float high) { return (u32)to_f16(low) | (u32)to_f16(high) << 16; }
 DEVICE float exp2_approx(float x) { return exp2f(x); }
 DEVICE float reciprocal_approx(float x) { return 1.0f / x; }
 #endif

@@ -1,17 +1,31 @@
-// Tiles of bf16 rows in shared memory: asynchronous copies to tiles, 16 × 8 × 16 matmuls of tiles,
-// and copies of results to global memory through tiles.
+// Tiles of bf16 or f16 rows in shared memory: asynchronous copies to tiles, 16 × 8 × 16 matmuls of
+// tiles, and copies of results to global memory through tiles. ELEMENT, which the including source
+// defines, is the type of the elements: BF16 or F16.
 //
-// A tile's rows have D elements and a stride of D + 8, so that the eight rows that `ldmatrix` reads
-// together begin in eight different groups of four banks. Elements beyond the head or the sequence
-// are zero. A source includes this file at most
-// once.
+// A tile's rows have D elements. The eight rows that `ldmatrix` reads together must begin in eight
+// different groups of four banks. If D is at most 128, rows therefore have a stride of D + 8
+// elements. Wider rows have a stride of D elements and are swizzled, because shared memory has no
+// space for padding: vector i of row r (8 elements) is stored at the place of vector i ^ r % 8.
+// Elements beyond the head or the sequence are zero. A source includes this file at most once.
+
+// Returns whether the rows of a tile are swizzled.
+template <int D> DEVICE constexpr bool is_swizzled() { return D > 128; }
 // Returns the number of elements from row to row of a tile.
-template <int D> DEVICE constexpr int row_stride() { return D + 8; }
+template <int D> DEVICE constexpr int row_stride() { return is_swizzled<D>() ? D : D + 8; }
+// Returns where a row of a tile has the element `column`. `row` may differ from the number of the
+// row by a multiple of 8.
+template <int D> DEVICE int swizzle(int column, int row) { return is_swizzled<D>() ? column ^ (row & 7) * 8 : column; }
 
 #ifndef EMULATED
-// Adds the matmul c[16, 8] += a[16, 16] · b[16, 8] on tensor cores.
-DEVICE void mma_16x8x16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+// Adds the matmul c[16, 8] += a[16, 16] · b[16, 8] of bf16 numbers on tensor cores.
+DEVICE void mma_16x8x16_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Adds the matmul c[16, 8] += a[16, 16] · b[16, 8] of f16 numbers on tensor cores.
+DEVICE void mma_16x8x16_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -46,6 +60,15 @@ DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" : : : "memor
 template <int Open> DEVICE void await_copies() { asm volatile("cp.async.wait_group %0;" : : "n"(Open) : "memory"); }
 #endif
 
+// Adds the matmul c[16, 8] += a[16, 16] · b[16, 8] on tensor cores.
+DEVICE void mma_16x8x16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if (ELEMENT == F16) mma_16x8x16_f16(c, a, b0, b1);
+    else mma_16x8x16_bf16(c, a, b0, b1);
+}
+// Rounds two numbers to elements and packs them into one word. In f16, numbers above 65504 become
+// infinite.
+DEVICE u32 pack_elements(float low, float high) { return ELEMENT == F16 ? pack_f16(low, high) : pack_bf16(low, high); }
+
 // A lane has four elements of a 16 × 8 result: rows `lane_group` and `lane_group + 8`, columns
 // `2·lane_in_group` and `2·lane_in_group + 1`.
 DEVICE int lane_index() { return (int)(threadIdx.x & 31); }
@@ -73,21 +96,23 @@ DEVICE HeadRows make_head_rows(const void* at, i64 sequence, i64 width, i64 colu
 template <int D, int COUNT, int THREADS> DEVICE void fetch_rows(u16* tile, const HeadRows& from, int first) {
     constexpr int VECTORS = D / 8, AT_ONCE = THREADS / VECTORS;
     static_assert(COUNT % AT_ONCE == 0, "each thread copies the same number of vectors");
+    static_assert(!is_swizzled<D>() || AT_ONCE % 4 == 0, "a thread's rows differ by multiples of 4");
     int j = (int)threadIdx.x % VECTORS * 8, begin = (int)threadIdx.x / VECTORS, left = from.t - first - begin;
-    u16* to = tile + begin * row_stride<D>() + j;
+    u16* to = tile + begin * row_stride<D>() + swizzle<D>(j, begin);
+    u16* to_odd = tile + begin * row_stride<D>() + swizzle<D>(j, begin + 4); // for rows begin + 4, begin + 12, …
     const u16* source = from.at + (i64)(first + begin) * from.width + j;
     if (from.is_aligned) {
         if (j >= from.dim) left = 0;
 #pragma unroll
         for (int row = 0; row < COUNT; row += AT_ONCE) {
-            copy_16_bytes_async(to + row * row_stride<D>(), source, row < left);
+            copy_16_bytes_async((is_swizzled<D>() && row & 4 ? to_odd : to) + row * row_stride<D>(), source, row < left);
             source += AT_ONCE * from.width;
         }
     } else {
 #pragma unroll 1
         for (int i = 0; i < 8 * (COUNT / AT_ONCE); i++) {
             int row = i / 8 * AT_ONCE, k = i % 8;
-            to[row * row_stride<D>() + k] = row < left && j + k < from.dim ? source[(i64)row * from.width + k] : (u16)0;
+            (is_swizzled<D>() && row & 4 ? to_odd : to)[row * row_stride<D>() + k] = row < left && j + k < from.dim ? source[(i64)row * from.width + k] : (u16)0;
         }
     }
 }
@@ -107,7 +132,7 @@ template <int D, int M> DEVICE void write_results_to_tile(u16* tile, const float
             u16* row = tile + (16 * m + 8 * h + lane_group()) * row_stride<D>() + 2 * lane_in_group();
             float f = factor[2 * m + h];
 #pragma unroll
-            for (int n = 0; n < D / 8; n++) *(u32*)(row + 8 * n) = pack_bf16(x[m][n][2 * h] * f, x[m][n][2 * h + 1] * f);
+            for (int n = 0; n < D / 8; n++) *(u32*)(row + swizzle<D>(8 * n, lane_group())) = pack_elements(x[m][n][2 * h] * f, x[m][n][2 * h + 1] * f);
         }
 }
 
@@ -119,7 +144,7 @@ template <int D, int COUNT> DEVICE void copy_tile_to_global(const HeadRows& to, 
 #pragma unroll 4
     for (int row = begin; row < COUNT; row += AT_ONCE) {
         if (first + row >= to.t || j >= to.dim) continue;
-        const u16* from = tile + row * row_stride<D>() + j;
+        const u16* from = tile + row * row_stride<D>() + swizzle<D>(j, row);
         u16* target = to.at + (i64)(first + row) * to.width + j;
         if (to.is_aligned) {
             *(uint4*)target = *(const uint4*)from;
@@ -140,12 +165,28 @@ DEVICE void store_rows(const HeadRows& to, int first, u16* tile, const float (&x
 
 // --- matmuls ------------------------------------------------------------------------------------------------
 
-// Returns the offset of the row whose address a lane passes to `ldmatrix_x4` for a 16 × 16 block,
-// for a left operand or a transposed right operand.
-template <int D> DEVICE int offset_by_columns() { return (lane_index() & 15) * row_stride<D>() + (lane_index() >> 4) * 8; }
-// Returns the offset of the row whose address a lane passes to `ldmatrix_x4`, for a right operand
-// whose columns are the tile's rows.
-template <int D> DEVICE int offset_by_rows() { return ((lane_index() & 7) + (lane_index() >> 4) * 8) * row_stride<D>() + (lane_index() >> 3 & 1) * 8; }
+// The rows whose addresses a lane passes to `ldmatrix_x4` for the 16 × 16 blocks of a tile.
+template <int D> struct LaneRows {
+    const u16* at;
+    int offset; // of the lane's row of the first block from `at`; 0 unless the tile is swizzled
+    // Returns the lane's row of the block that begins at a row, a multiple of 8, and a column, a
+    // multiple of 16.
+    DEVICE_METHOD const u16* find(int row, int column) const {
+        if (!is_swizzled<D>()) return at + row * row_stride<D>() + column;
+        return at + (offset ^ (column & 63)) + (row * row_stride<D>() + (column & ~63)); // the constant is part of an instruction
+    }
+};
+template <int D> DEVICE LaneRows<D> make_lane_rows(const u16* tile, int row, int column) {
+    int offset = row * row_stride<D>() + swizzle<D>(column, row);
+    if (is_swizzled<D>()) return {tile, offset};
+    return {tile + offset, 0};
+}
+// Returns a lane's rows of blocks that are left operands or transposed right operands.
+template <int D> DEVICE LaneRows<D> find_rows_by_columns(const u16* tile) { return make_lane_rows<D>(tile, lane_index() & 15, (lane_index() >> 4) * 8); }
+// Returns a lane's rows of blocks that are right operands whose columns are the tile's rows.
+template <int D> DEVICE LaneRows<D> find_rows_by_rows(const u16* tile) {
+    return make_lane_rows<D>(tile, (lane_index() & 7) + (lane_index() >> 4) * 8, (lane_index() >> 3 & 1) * 8);
+}
 
 template <int M, int N> DEVICE void set_to_zero(float (&x)[M][N][4]) {
 #pragma unroll
@@ -159,10 +200,11 @@ template <int D, int M> struct RegisterRows {
     static constexpr bool IN_SHARED = false;
     u32 x[M][D / 16][4];
     DEVICE_METHOD void load(const u16* rows) {
+        LaneRows<D> from = find_rows_by_columns<D>(rows);
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int k = 0; k < D / 16; k++) ldmatrix_x4(x[m][k], rows + 16 * m * row_stride<D>() + 16 * k + offset_by_columns<D>());
+            for (int k = 0; k < D / 16; k++) ldmatrix_x4(x[m][k], from.find(16 * m, 16 * k));
     }
     DEVICE_METHOD void load_operand(u32 (&y)[4], int m, int k) const {
 #pragma unroll
@@ -172,14 +214,14 @@ template <int D, int M> struct RegisterRows {
 // A warp's 16·M rows as left operands, in shared memory, for kernels that have no registers left.
 template <int D, int M> struct SharedRows {
     static constexpr bool IN_SHARED = true;
-    const u16* tile;
-    DEVICE_METHOD void load(const u16* rows) { tile = rows + offset_by_columns<D>(); }
-    DEVICE_METHOD void load_operand(u32 (&y)[4], int m, int k) const { ldmatrix_x4(y, tile + 16 * m * row_stride<D>() + 16 * k); }
+    LaneRows<D> tile;
+    DEVICE_METHOD void load(const u16* rows) { tile = find_rows_by_columns<D>(rows); }
+    DEVICE_METHOD void load_operand(u32 (&y)[4], int m, int k) const { ldmatrix_x4(y, tile.find(16 * m, 16 * k)); }
 };
 
 // Adds the matmul c[16·M, 8·N] += rows · (other tile)ᵀ.
 template <int D, int M, int N, class OperandRows> DEVICE void add_product_with_transposed_tile(float (&c)[M][N][4], const OperandRows& rows, const u16* other) {
-    other += offset_by_rows<D>();
+    LaneRows<D> columns = find_rows_by_rows<D>(other);
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
         u32 x[M][4];
@@ -188,7 +230,7 @@ template <int D, int M, int N, class OperandRows> DEVICE void add_product_with_t
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             u32 y[4];
-            ldmatrix_x4(y, other + 8 * n * row_stride<D>() + 16 * k);
+            ldmatrix_x4(y, columns.find(8 * n, 16 * k));
 #pragma unroll
             for (int m = 0; m < M; m++) {
                 mma_16x8x16(c[m][n], x[m], y[0], y[1]);
@@ -198,20 +240,21 @@ template <int D, int M, int N, class OperandRows> DEVICE void add_product_with_t
     }
 }
 
-// Adds the matmul out[16·M, D] += p[16·M, 8·N] · other tile. p is rounded to bf16.
+// Adds the matmul out[16·M, D] += p[16·M, 8·N] · other tile. p is rounded to the type of the
+// elements.
 template <int D, int M, int N> DEVICE void add_product_with_tile(float (&out)[M][D / 8][4], const float (&p)[M][N][4], const u16* other) {
-    const u16* rows = other + offset_by_columns<D>();
+    LaneRows<D> rows = find_rows_by_columns<D>(other);
 #pragma unroll
     for (int k = 0; k < N; k += 2) {
         u32 x[M][4];
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) x[m][i] = pack_bf16(p[m][k + i / 2][i % 2 * 2], p[m][k + i / 2][i % 2 * 2 + 1]);
+            for (int i = 0; i < 4; i++) x[m][i] = pack_elements(p[m][k + i / 2][i % 2 * 2], p[m][k + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
         for (int n = 0; n < D / 8; n += 2) {
             u32 y[4];
-            ldmatrix_x4_transposed(y, rows + 8 * k * row_stride<D>() + 8 * n);
+            ldmatrix_x4_transposed(y, rows.find(8 * k, 8 * n));
 #pragma unroll
             for (int m = 0; m < M; m++) {
                 mma_16x8x16(out[m][n], x[m], y[0], y[1]);
