@@ -423,7 +423,7 @@ fn training_on_an_emulated_gpu_agrees_with_the_cpu() {
         let is_measured = |row: &TableRow| row[..2] == [part, subject] && row[3] == "measured";
         assert!(check.rows().iter().any(is_measured), "{part} is missing in: {}", check.text);
     }
-    assert_eq!(check.count_rows("ok"), 3 * 4 + 13, "{}", check.text);
+    assert_eq!(check.count_rows("ok"), 3 * 4 + 14, "{}", check.text);
     let details = &check.part("models/llama")["details"];
     for name in ["launched_kernels", "matmul_algorithms", "operations"] {
         assert!(details[name].as_array().is_some_and(|list| !list.is_empty()), "{name}: {details}");

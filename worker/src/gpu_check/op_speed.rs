@@ -70,6 +70,7 @@ pub(super) fn measure_op_speed(
         }
         TimedOpGroup::Attention => {
             for shape in ATTENTION_SHAPES {
+                let cudnn = cudnn.filter(|_| shape[4] <= MAX_CUDNN_HEAD_DIM);
                 for (cuda, backend) in [(Some(cuda), ""), (cudnn, " by cuDNN")] {
                     let Some(cuda) = cuda else { continue };
                     for op in prepare_timed_attention(cuda, shape, backend)? {
@@ -135,9 +136,12 @@ fn prepare_timed_matmul<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Res
     })
 }
 
-/// The sizes with which attention is timed, those of GPT-2 and of Llama-3.1-8B: number of
+/// The sizes with which attention is timed, those of GPT-2, Llama-3.1-8B and Gemma-2-2B: number of
 /// sequences, tokens per sequence, query heads, key heads, head size.
-const ATTENTION_SHAPES: [[usize; 5]; 2] = [[8, 1024, 12, 12, 64], [2, 2048, 32, 8, 128]];
+const ATTENTION_SHAPES: [[usize; 5]; 3] =
+    [[8, 1024, 12, 12, 64], [2, 2048, 32, 8, 128], [2, 2048, 8, 4, 256]];
+/// Largest head size with which cuDNN computes attention.
+const MAX_CUDNN_HEAD_DIM: usize = 128;
 
 /// Prepares the timing of bf16 attention: allocates the buffers, and returns the forward and the
 /// backward pass as two operations.

@@ -12,7 +12,7 @@ use crate::{Buf, Cuda, Dtype};
 
 /// The names of the shapes, as large as in real models, on which ops on the GPU are compared with
 /// the CPU. The number of a case is its position.
-pub(super) const REALISTIC_CASE_NAMES: [&str; 13] = [
+pub(super) const REALISTIC_CASE_NAMES: [&str; 14] = [
     "matmul 4096 × 2048 × 2048",
     "norms 4096 × 4096",
     "norms of heads, RoPE 2048 × 32 × 128",
@@ -20,6 +20,7 @@ pub(super) const REALISTIC_CASE_NAMES: [&str; 13] = [
     "attention 2048, 12 heads of 64",
     "attention 2048, 16 / 4 heads of 128",
     "attention 2048, window of 512",
+    "attention 2048, 8 / 4 heads of 256",
     "classifier of 128256 tokens",
     "experts, 2048 × 64",
     "embedding of 128256 tokens",
@@ -50,14 +51,15 @@ pub(super) fn compare_realistic_case(
         4 => FixedCase::Documents(attention(12, 12, 64)),
         5 => FixedCase::Documents(attention(16, 4, 128)),
         6 => FixedCase::Window(size(512), attention(4, 4, 64)),
-        7 => {
+        7 => FixedCase::Documents(attention(8, 4, 256)),
+        8 => {
             let (m, d, v) = (size(256), size(512), size(128_256));
             FixedCase::Classifier(ClassifierShape { m, d, v, softcap: None })
         }
-        8 => FixedCase::Experts([size(2048), 64, 8, size(1024)]),
-        9 => FixedCase::Embedding([size(4096), size(512), size(128_256)]),
-        10 => FixedCase::Vectors(size(1 << 24) + 5),
-        11 => {
+        9 => FixedCase::Experts([size(2048), 64, 8, size(1024)]),
+        10 => FixedCase::Embedding([size(4096), size(512), size(128_256)]),
+        11 => FixedCase::Vectors(size(1 << 24) + 5),
+        12 => {
             let n = size(2048);
             let has_fp8 = backends.cuda.properties().has_fp8();
             return has_fp8.then(|| fp8_cases::compare_matmuls(backends, 1, n, n, n));
