@@ -21,7 +21,7 @@ pub enum Location {
         column: u32,
         /// The number of wrong characters, at least 1.
         width: u32,
-        /// The text of the whole line.
+        /// The text of the whole line; empty if the line is too long to be shown.
         text: String,
     },
     /// A range of characters in a `--set path=value` argument.

@@ -88,7 +88,8 @@ fn append_causes_and_help(text: &mut String, diagnostic: &Diagnostic) {
 }
 
 /// Renders a diagnostic together with the source line that its location points at, and a caret
-/// below the mistake. The line is left out if it is longer than [`MAX_SHOWN_LINE_CHARS`].
+/// below the mistake. The line is left out if it is longer than [`MAX_SHOWN_LINE_CHARS`], or if the
+/// location lacks its text.
 fn render_with_source(diagnostic: &Diagnostic, location: &Location, color: bool) -> String {
     let renderer = if color { Renderer::styled() } else { Renderer::plain() };
     let level = match diagnostic.severity() {
@@ -108,7 +109,9 @@ fn render_with_source(diagnostic: &Diagnostic, location: &Location, color: bool)
                 .line_numbering(false)
                 .annotation(AnnotationKind::Primary.span(0..text.len())),
         ),
-        Location::Line { file, line, column, text, .. } if text.chars().count() > MAX_SHOWN_LINE_CHARS => {
+        Location::Line { file, line, column, text, .. }
+            if (text.is_empty() && *column > 1) || text.chars().count() > MAX_SHOWN_LINE_CHARS =>
+        {
             title.element(Origin::path(file).line(*line as usize).char_column(*column as usize))
         }
         Location::Line { file, line, column, width, text } => title.element(

@@ -83,6 +83,8 @@ pub struct Attempt {
 
 /// The largest number of workers on a host.
 const MAX_WORKERS_PER_HOST: u32 = 1024;
+/// The largest number of warnings about ranks in `run.logs.show` that do not exist.
+const MAX_ABSENT_RANK_WARNINGS: usize = 16;
 /// The largest number of workers of a job.
 pub(crate) const MAX_WORKERS: u32 = 1 << 20;
 
@@ -392,7 +394,8 @@ fn collect_warnings(
             );
         }
     }
-    for (i, rank) in job.run.logs.show.iter().enumerate().filter(|(_, rank)| **rank >= world) {
+    let absent = job.run.logs.show.iter().enumerate().filter(|(_, rank)| **rank >= world);
+    for (i, rank) in absent.take(MAX_ABSENT_RANK_WARNINGS) {
         let workers = format_count(world, "worker");
         let message = format!("there is no rank {rank} to show: the job has {workers}");
         warnings.push(

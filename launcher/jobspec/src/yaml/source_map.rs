@@ -41,6 +41,10 @@ pub struct SourceMap {
     keys: BTreeMap<String, KeySpans>,
 }
 
+/// The length in bytes of the longest line that a diagnostic shows. The search for secrets in longer
+/// lines would take long if a job has many mistakes.
+const MAX_SHOWN_LINE_BYTES: usize = 4096;
+
 impl SourceMap {
     /// The index of the job file among the texts that a job is read from.
     pub(crate) const JOB_FILE_INDEX: u32 = 0;
@@ -154,7 +158,10 @@ impl SourceMap {
         match text {
             JobText::File { name, text } => {
                 let (line, column, width, bytes) = compute_line_position(text, span);
-                let text = hide_secrets_in_yaml_line(&text[..bytes.start], text[bytes].trim_end());
+                let text = match bytes.len() > MAX_SHOWN_LINE_BYTES {
+                    true => String::new(),
+                    false => hide_secrets_in_yaml_line(&text[..bytes.start], text[bytes].trim_end()),
+                };
                 Location::Line { file: name.clone(), line, column, width, text }
             }
             JobText::CommandLine { name, arguments, .. } => {

@@ -258,6 +258,18 @@ fn load_error_codes(text: &str, set: &[&str]) -> Vec<Code> {
     try_load_text(text, set).expect_err("rejected").iter().map(Diagnostic::code).collect()
 }
 
+/// Checks that a job with very many mistakes in one long line gets some of the errors, without the
+/// text of the line. The search for secrets in the line once per mistake would take hours.
+#[test]
+fn a_long_line_with_many_mistakes_is_rejected_at_once() {
+    let numbers = vec!["-1"; 45_000].join(",");
+    let text = format!("run: {{command: [true], logs: {{show: [{numbers}]}}}}");
+    let errors = try_load_text(&text, &[]).expect_err("a wrong job");
+    assert!((1..=200).contains(&errors.len()), "{}", errors.len());
+    let shown = render_all(&errors[..1], false);
+    assert!(shown.len() < 1000, "{shown}");
+}
+
 #[test]
 fn secrets_in_the_job_are_reported_once_and_not_shown() {
     let env =
