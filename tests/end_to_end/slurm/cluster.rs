@@ -182,7 +182,12 @@ impl SlurmCluster {
         let lines: Vec<&str> = notices.filter_map(|event| event["message"].as_str()).collect();
         let net = fs::read_to_string(self.dir.join("net")).unwrap();
         let address = format!(r"{}\.\d+", net.trim().replace('.', r"\."));
-        let filters = [(r"Slurm job \d+", "Slurm job [ID]"), (address.as_str(), "[ADDRESS]")];
+        let filters = [
+            (r"Slurm job \d+", "Slurm job [ID]"),
+            (address.as_str(), "[ADDRESS]"),
+            // Slurm signals the agents and the batch script, and either signal may be first.
+            ("received SIGTERM: workers", "the batch system is about to end the job: workers"),
+        ];
         assert_snapshot(&self.dir, snapshot, &lines.join("\n"), &filters);
     }
 
