@@ -268,10 +268,11 @@ fn a_damaged_executable_on_a_host_is_replaced() {
     };
     let job = SshJob::new(&hosts, "[h0]", TRIVIAL_RUN);
     job.expect_passed_check(&[]);
-    // a process can execute neither file
-    for content in ["#!/no/such/program", ""] {
-        let script =
-            format!("f=$(ls -d /root/.cache/launch/bin/*); rm $f; echo '{content}' > $f; chmod 700 $f");
+    // One file has the right size and cannot be executed, the other one has another size.
+    for damage in ["echo '#!/no/such/program' > $f; truncate -s $s $f", ": > $f"] {
+        let script = format!(
+            "f=$(ls -d /root/.cache/launch/bin/*); s=$(stat -c %s $f); rm $f; {damage}; chmod 700 $f"
+        );
         hosts.run_shell("h0", &script);
         job.expect_passed_check(&[]);
     }

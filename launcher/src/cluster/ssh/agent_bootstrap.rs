@@ -293,8 +293,9 @@ impl AgentBootstrap<'_> {
     /// Runs the cached copy of launch's executable on the host as an agent, if the host has it.
     /// Fails if the host has another architecture.
     fn run_executable_as_agent(&mut self) -> diagnostic::Result<AgentStartResult> {
-        let mut reader =
-            self.exec_script(&build_agent_start_script(&self.marker, &self.executable.hash, self.in_tree))?;
+        let LaunchExecutable { hash, size, .. } = self.executable;
+        let script = build_agent_start_script(&self.marker, hash, *size, self.in_tree);
+        let mut reader = self.exec_script(&script)?;
         let answer = match self.read_script_answer(&mut reader, AwaitedAnswer::of_shell()) {
             // An agent on another host with the same home directory may have removed the executable
             // after the script has found it. A damaged executable is replaced, too.

@@ -42,14 +42,16 @@ fn build_placing_script(hash: &str, fail: &str) -> String {
 }
 
 /// Builds the shell script that starts the cached executable of launch on a host as an agent, if
-/// the host has this executable. If the host lacks the executable, the script prints `MARKER
-/// missing MACHINE`. The modification time of the executable becomes the time of its last use.
-pub(super) fn build_agent_start_script(marker: &str, hash: &str, in_tree: bool) -> String {
+/// the host has this executable. If the host lacks the executable, or has a file of another size
+/// than `size` in its place, the script prints `MARKER missing MACHINE`. The modification time of
+/// the executable becomes the time of its last use.
+pub(super) fn build_agent_start_script(marker: &str, hash: &str, size: u64, in_tree: bool) -> String {
     let local = std::env::consts::ARCH;
     let option = if in_tree { " --tree" } else { "" };
     format!(
         "{SET_CACHE_DIR_SCRIPT}; f=$d/{hash}; m=$(uname -m); \
-         if [ \"$m\" = {local} ] && {{ touch -c \"$f\" 2> /dev/null; [ -x \"$f\" ]; }}; then \
+         if [ \"$m\" = {local} ] && {{ touch -c \"$f\" 2> /dev/null; [ -x \"$f\" ]; }} && \
+         [ $(wc -c < \"$f\") -eq {size} ]; then \
          exec \"$f\" agent --marker {marker}{option}; fi; \
          echo; echo {marker} missing \"$m\""
     )
@@ -127,8 +129,8 @@ mod tests {
         let addresses =
             ["10.0.0.1:5".parse().expect("an address"), "[fd00::1]:5".parse().expect("an address")];
         for script in [
-            build_agent_start_script("m", "h", false),
-            build_agent_start_script("m", "h", true),
+            build_agent_start_script("m", "h", 5, false),
+            build_agent_start_script("m", "h", 5, true),
             build_executable_copy_script("m", "h", 5),
             build_executable_fetch_script("m", ("h", "s", 5), &addresses, "t"),
         ] {
