@@ -222,7 +222,7 @@ const MAX_DENSE_TENSORS_PER_LAYER: u128 = 24;
 
 impl DecoderConfig {
     /// Fails if the model has too many tensors or parameters. Each size alone is in its range, but
-    /// a hostile config.json may combine large ones.
+    /// an untrusted config.json may combine large ones.
     pub(in crate::model) fn check_total_size(&self) -> Result<()> {
         let wide = |size: usize| size as u128;
         let ModelSizes { vocab, hidden, layers, .. } = self.sizes;
