@@ -151,7 +151,9 @@ fn check_commands_on_hosts(test: &str, fanout: u32) {
         let expected = format!("{host}\n{rank} yes\n");
         assert_eq!(
             (String::from_utf8_lossy(&output.stdout), output.status.code()),
-            (expected.into(), Some(5))
+            (expected.into(), Some(5)),
+            "{}",
+            output_to_text(&output)
         );
     }
     // More bytes than the connections between the agents hold.
