@@ -290,8 +290,8 @@ fn a_timeline_consists_of_its_parts() {
             assert!(difference < 10e3, "{what}: {difference} ns of {} are missing", estimate.step);
             let (collective, overlap) = (estimate.part_time("side:collectives"), estimate.overlap);
             assert_eq!(collective > 0.0, world > 1, "{what}");
-            // At stages 0 and 1, reductions hide behind the layers that follow in the backward pass.
-            // With few layers, as here, the reduction of the embedding is a large remainder.
+            // At stages 0 and 1, reductions hide behind the layers that follow in the backward
+            // pass. With few layers, as here, the reduction of the embedding is a large remainder.
             let hidden = if stage < 2 { 0.1 * collective } else { 0.0 };
             assert!(
                 overlap <= collective && (overlap > hidden || world == 1),

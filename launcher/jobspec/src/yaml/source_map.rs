@@ -41,8 +41,8 @@ pub struct SourceMap {
     keys: BTreeMap<String, KeySpans>,
 }
 
-/// The length in bytes of the longest line that a diagnostic shows. The search for secrets in longer
-/// lines would take long if a job has many mistakes.
+/// The length in bytes of the longest line that a diagnostic shows. The search for secrets in
+/// longer lines would take long if a job has many mistakes.
 const MAX_SHOWN_LINE_BYTES: usize = 4096;
 
 impl SourceMap {
