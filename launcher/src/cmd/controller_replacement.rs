@@ -70,33 +70,27 @@ pub(super) fn run_with_replaced_controllers(
     loop {
         let (pid, status) = end;
         let state = runs::load_run_in_directory(&run_dir).map(|run| run.state);
-        match decide_next_step(status, is_takeover, state) {
+        failed_replacements =
+            if is_takeover && began.elapsed() < MIN_LIFETIME { failed_replacements + 1 } else { 0 };
+        let end_text = format!("launch: the controller (pid {pid}) {}", describe(status));
+        match decide_next_step(status, is_takeover, failed_replacements, state) {
             NextStep::End(code) => return Ok(code),
             NextStep::GiveUp => {
-                let end = describe(status);
+                let attempts = match failed_replacements {
+                    0 => String::new(),
+                    count => format!(" after {count} failed attempts"),
+                };
                 command_output::write_message(&format!(
-                    "launch: the controller (pid {pid}) {end}, and run {run} cannot be taken over\n"
+                    "{end_text}; run {run} cannot be taken over{attempts}\n"
                 ));
                 return Ok(FAILED);
             }
             NextStep::Replace => {}
         }
-        failed_replacements =
-            if is_takeover && began.elapsed() < MIN_LIFETIME { failed_replacements + 1 } else { 0 };
-        if failed_replacements > MAX_FAILED_REPLACEMENTS {
-            let message = format!(
-                "launch: {MAX_FAILED_REPLACEMENTS} controllers in turn could not take over run {run}\n"
-            );
-            command_output::write_message(&message);
-            return Ok(FAILED);
-        }
         if is_takeover {
             thread::sleep(RETRY_DELAY);
         }
-        command_output::write_message(&format!(
-            "launch: the controller (pid {pid}) {}; another one takes over run {run}\n",
-            describe(status)
-        ));
+        command_output::write_message(&format!("{end_text}; another one takes over run {run}\n"));
         (is_takeover, began) = (true, Instant::now());
         let takeover_args = |fd| build_takeover_args(&run, &run_dir, fd, context);
         end = supervisor.run_controller(takeover_args, &[]).map_err(start_error)?;
@@ -104,11 +98,19 @@ pub(super) fn run_with_replaced_controllers(
 }
 
 /// Decides what follows after a controller has ended with `status`. `is_takeover` states whether it
-/// had replaced another controller, and `state` is the state of the run, or `None` if the
-/// controller has not recorded the run.
-fn decide_next_step(status: ExitStatus, is_takeover: bool, state: Option<RunState>) -> NextStep {
+/// had replaced another controller, and `failed_replacements` is the number of successive failed
+/// replacements, up to this one. `state` is the state of the run, or `None` if the controller has
+/// not recorded the run.
+fn decide_next_step(
+    status: ExitStatus,
+    is_takeover: bool,
+    failed_replacements: u32,
+    state: Option<RunState>,
+) -> NextStep {
+    let can_retry = failed_replacements < MAX_FAILED_REPLACEMENTS;
     match (status, state) {
         (_, Some(RunState::Ended(code, _))) => NextStep::End(code),
+        (_, Some(RunState::Unattended)) if !can_retry => NextStep::GiveUp,
         // A controller that could not take over the run may succeed later.
         (ExitStatus::Code(_), Some(RunState::Unattended)) if is_takeover => NextStep::Replace,
         (ExitStatus::Code(code), _) if code != PANIC_EXIT_CODE => NextStep::End(code),
@@ -163,7 +165,7 @@ mod tests {
     #[test]
     fn a_controller_that_dies_is_replaced_while_the_run_continues() {
         let killed = ExitStatus::Signal(9, false);
-        let decide = |status, is_takeover, state| decide_next_step(status, is_takeover, state);
+        let decide = |status, is_takeover, state| decide_next_step(status, is_takeover, 0, state);
         for is_takeover in [false, true] {
             assert_eq!(decide(killed, is_takeover, Some(RunState::Unattended)), NextStep::Replace);
             assert_eq!(decide(killed, is_takeover, Some(RunState::Ended(4, 1.0))), NextStep::End(4));
@@ -182,5 +184,15 @@ mod tests {
         assert_eq!(decide(ExitStatus::Code(3), false, Some(RunState::Unattended)), NextStep::End(3));
         assert_eq!(decide(ExitStatus::Code(3), true, Some(RunState::Unattended)), NextStep::Replace);
         assert_eq!(decide(ExitStatus::Code(3), true, Some(RunState::Elsewhere)), NextStep::End(3));
+    }
+
+    #[test]
+    fn five_failed_replacements_end_the_attempts_but_not_a_run_that_has_ended() {
+        let killed = ExitStatus::Signal(9, false);
+        for status in [killed, ExitStatus::Code(3)] {
+            let decide = |count| decide_next_step(status, true, count, Some(RunState::Unattended));
+            assert_eq!([4, 5].map(decide), [NextStep::Replace, NextStep::GiveUp]);
+        }
+        assert_eq!(decide_next_step(killed, true, 5, Some(RunState::Ended(0, 1.0))), NextStep::End(0));
     }
 }
