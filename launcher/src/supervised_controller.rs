@@ -29,7 +29,7 @@ use tokio::{
 };
 
 /// The signals that control a run, each of which a supervisor passes on to its controller.
-pub(crate) const CONTROL_SIGNALS: [Signal; 6] =
+const CONTROL_SIGNALS: [Signal; 6] =
     [Signal::SIGINT, Signal::SIGTERM, Signal::SIGQUIT, Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2];
 /// The number of received signals that may wait until they are passed on.
 const SIGNAL_QUEUE_CAPACITY: usize = 16;
@@ -49,11 +49,11 @@ impl ControllerSupervisor {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let (sender, signals) = mpsc::channel(SIGNAL_QUEUE_CAPACITY);
         let catch = || -> io::Result<SignalStream> {
-            for number in CONTROL_SIGNALS.into_iter().filter(|number| !processes::is_signal_ignored(*number))
+            for caught in CONTROL_SIGNALS.into_iter().filter(|caught| !processes::is_signal_ignored(*caught))
             {
-                let (mut stream, sender) = (signal(SignalKind::from_raw(number as i32))?, sender.clone());
+                let (mut stream, sender) = (signal(SignalKind::from_raw(caught as i32))?, sender.clone());
                 tokio::spawn(async move {
-                    while stream.recv().await.is_some() && sender.send(number).await.is_ok() {}
+                    while stream.recv().await.is_some() && sender.send(caught).await.is_ok() {}
                 });
             }
             signal(SignalKind::child())
@@ -86,7 +86,7 @@ impl ControllerSupervisor {
                     return Ok((child.id(), processes::decode_wait_status(status.into_raw())));
                 }
                 tokio::select! {
-                    Some(number) = signals.recv() => pipe.forward(&[number as u8]),
+                    Some(received) = signals.recv() => pipe.forward(&[received as u8]),
                     _ = child_ended.recv() => {}
                 }
             }

@@ -63,8 +63,7 @@ fn a_killed_controller_is_replaced_and_no_step_is_lost_or_repeated() {
     let count = |name: &str| events.iter().filter(|event| event["event"] == name).count();
     let counts = ["start", "takeover", "restart", "failure", "done"].map(count);
     assert_eq!(counts, [1, 2, 0, 0, 1], "{stderr}");
-    // A controller may die between the journal and standard output, which are compared with the
-    // same losses.
+    // Steps are read from the journal, because a controller may die before it has printed a step.
     let journal = job_dir.run_launch(&["events", "--json"]);
     let journal = String::from_utf8(journal.stdout).expect("text");
     let journal: Vec<Value> =

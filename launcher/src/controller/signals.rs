@@ -13,8 +13,8 @@ use tokio::{
     signal::unix::{Signal as SignalStream, SignalKind, signal},
 };
 
-/// The longest time between the arrivals of a signal from this controller's supervisor and from
-/// another process after which the two count as one signal.
+/// Two arrivals of a signal, one from the supervisor of this controller and one from another
+/// process, count as one signal if less than this time passes between them.
 const MAX_PAIR_INTERVAL: Duration = Duration::from_secs(3);
 
 /// Receives the POSIX signals that control a run, and translates each to a request, such as to save
