@@ -25,28 +25,26 @@ pub(super) fn check_machine_memory(
 ) -> Option<Diagnostic> {
     let is_local = |estimate: &&MemoryEstimate| local_ranks.contains(&estimate.rank);
     let needs: Vec<u64> = estimates.iter().filter(is_local).map(|estimate| estimate.total).collect();
-    let (required, available, kind) = if job.cluster.trains_on_gpus() {
+    let trains_on_gpus = job.cluster.trains_on_gpus();
+    let (required, available) = if trains_on_gpus {
         let largest = needs.iter().max().copied().unwrap_or(0);
         let sharing = needs.len().min(job.cluster.workers_per_gpu as usize).max(1) as u64;
-        (largest.saturating_mul(sharing), machine.smallest_gpu?, "gpu")
+        (largest.saturating_mul(sharing), machine.smallest_gpu?)
     } else {
-        (needs.iter().sum(), machine.host, "host")
+        (needs.iter().sum(), machine.host)
     };
     if available == 0 || required <= available {
         return None;
     }
     let (needed, installed) = (format_bytes(required), format_bytes(available));
-    let message = match kind {
-        "gpu" => {
-            format!("training needs about {needed} of memory on each GPU; the smallest GPU has {installed}")
-        }
-        _ => {
-            format!("the workers on this machine need about {needed} of memory; the machine has {installed}")
-        }
+    let message = if trains_on_gpus {
+        format!("training needs about {needed} of memory on each GPU; the smallest GPU has {installed}")
+    } else {
+        format!("the workers on this machine need about {needed} of memory; the machine has {installed}")
     };
     let warning = Diagnostic::warning(host::MEMORY_INSUFFICIENT, message)
         .with_subject("train")
-        .with_field("memory", kind)
+        .with_field("memory", if trains_on_gpus { "gpu" } else { "host" })
         .with_field("required_bytes", required)
         .with_field("available_bytes", available)
         .with_help(
