@@ -324,7 +324,7 @@ codes! {
         remedy: "Mount /proc.",
     }
     MEMORY_INSUFFICIENT: Cluster = "memory-insufficient" {
-        summary: "The estimated memory of the workers exceeds the memory of the machine or of its smallest GPU. This is a warning.",
+        summary: "The workers need more memory than the machine or its smallest GPU has. This is a warning if the need is estimated, and an error if the parameters alone do not fit.",
         cause: "The model, the batch or the optimizer states are too large for the number of hosts or GPUs.",
         remedy: "Use a smaller `train.batch.micro`, `train.recompute: block`, a higher `train.zero.stage` or `train.zero.offload`.",
     }

@@ -20,7 +20,12 @@ pub(super) fn check_parameters_fit(
     let stored = if policy.shard_parameters { elements / world as u128 } else { elements };
     let required = stored * weights.compute.size() as u128;
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let available = sum_memory_bytes(&meminfo);
+    check_bytes_fit(required, sum_memory_bytes(&meminfo))
+}
+
+/// Fails if the parameters of a rank need more than `available` bytes. An `available` of 0 means
+/// that the memory of the machine is unknown.
+fn check_bytes_fit(required: u128, available: u64) -> Result<()> {
     if available == 0 || required <= available.into() {
         return Ok(());
     }
@@ -48,6 +53,16 @@ fn sum_memory_bytes(meminfo: &str) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn parameters_must_fit_into_the_memory_of_the_machine() {
+        assert!(check_bytes_fit(1 << 30, 1 << 30).is_ok());
+        assert!(check_bytes_fit(1 << 30, 0).is_ok(), "unknown");
+        for required in [(1 << 30) + 1, u128::MAX] {
+            let error = Diagnostic::from(check_bytes_fit(required, 1 << 30).unwrap_err());
+            assert_eq!((error.code(), error.subject()), (host::MEMORY_INSUFFICIENT, Some("train.model")));
+        }
+    }
 
     #[test]
     fn memory_and_swap_space_are_added() {
