@@ -144,5 +144,6 @@ mod tests {
         assert!(!escaped.contains(|c| is_unprintable(c) && c != '\n'), "{escaped}");
         assert_eq!(serde_json::from_str::<serde_json::Value>(&escaped).unwrap(), value);
         assert!(matches!(escape_unprintable_in_json("{\"a\": 1}\n"), Cow::Borrowed(_)));
+        assert_eq!(escape_unprintable_in_json("{\"a\":\r\n1}\r"), "{\"a\": \n1} ");
     }
 }

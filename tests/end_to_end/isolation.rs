@@ -294,6 +294,7 @@ fn names_of_files_and_jobs_do_not_control_the_terminal() {
     fs::write(job_dir.path(&job), format!("run: {{command: [true]}}\n'{name}': 1\n")).unwrap();
     fs::create_dir(&directory).unwrap();
     fs::write(directory.join("pytorch_model.bin"), "x").unwrap();
+    fs::write(job_dir.path("colors.json"), "{\"\\u001b[31mkey\": 1}").unwrap();
     let assert_printable = |args: &[&str], output: &Output| {
         let text = output_to_text(output);
         let found = text.chars().find(|c| matches!(c, '\u{1b}' | '\u{7}' | '\u{202e}' | '\u{9b}'));
@@ -313,6 +314,8 @@ fn names_of_files_and_jobs_do_not_control_the_terminal() {
         &["ckpt", "verify", "--json", name],
         &["ckpt", "inspect", "--json", name],
         &["import", "accelerate", name],
+        &["import", "deepspeed", "colors.json"],
+        &["import", "deepspeed", "colors.json", "--json"],
         &["run", "--json", "--", name],
         &["run", "--", "sh", "-c", &format!("exit 3 # {name}")],
         &["ps"],
