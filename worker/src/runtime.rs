@@ -86,9 +86,13 @@ pub fn main() -> u8 {
         {
             // The controller may keep the reason of another rank only.
             eprint!("{}", diagnostic::render(error.diagnostic(), false));
-            match session.wait_for_next_attempt(init.attempt) {
+            let next = kept.prepare_device_for_next_attempt();
+            match next.and_then(|()| session.wait_for_next_attempt(init.attempt)) {
                 Ok(next) => init = next,
-                Err(error) => return error.to_worker_exit().exit_code(),
+                Err(error) => {
+                    eprint!("{}", diagnostic::render(error.diagnostic(), false));
+                    return error.to_worker_exit().exit_code();
+                }
             }
             continue;
         }

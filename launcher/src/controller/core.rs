@@ -67,9 +67,6 @@ pub(crate) const CONNECTION_LOSS_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time between the abort of the collectives of built-in workers and the SIGKILL for workers
 /// that still run.
 pub(crate) const ABORT_GRACE: Duration = Duration::from_millis(500);
-/// How long built-in workers may take to leave a failed attempt (start of all workers) so that
-/// their processes can join the next one. Workers that need longer are killed.
-pub(crate) const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the report of a failure to the user waits for the last output lines of the failed rank.
 pub(crate) const OUTPUT_TAIL_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long an agent may take to report that its workers ended, counted from the time at which it

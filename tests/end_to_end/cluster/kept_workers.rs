@@ -6,7 +6,7 @@ use super::{
     },
     *,
 };
-use crate::support::slowed_worker::SlowedWorker;
+use crate::{emulated_gpu, support::slowed_worker::SlowedWorker};
 use std::collections::BTreeSet;
 
 /// Starts the job with the settings `set`, with copies in memory. The checkpoints are in the
@@ -131,6 +131,46 @@ fn a_worker_that_does_not_leave_is_replaced() {
     assert!(!list_workers(job.child.id()).contains(&workers[0]), "the suspended worker was killed");
     let ran = job.wait_for_end().expect_success();
     check_resumes(&ran, &whole, 1);
+    check_weights(&job_dir, ["undisturbed", "kept"], whole.len());
+}
+
+/// Starts the job with the settings `set` and two workers that share an emulated GPU.
+fn start_on_emulated_gpu(job_dir: &JobDirectory, set: &[&str]) -> ActiveRun {
+    let args = ["job.yaml", "--json"].map(str::to_owned);
+    let gpu = ["cluster.devices=cuda", "cluster.workers_per_host=2", "cluster.workers_per_gpu=2"];
+    let model = [
+        "train.steps=60",
+        "train.model.hidden_size=12",
+        "train.model.intermediate_size=17",
+        "train.model.num_hidden_layers=1",
+        "train.data.seq_len=8",
+        "train.batch.global=4",
+        "train.cuda_graphs=true",
+    ];
+    let variables =
+        [("LD_LIBRARY_PATH", emulated_gpu::library_directory()), ("LAUNCH_GPUS", std::path::Path::new("1"))];
+    start_run_with_variables(job_dir, &args, &[&gpu[..], &model, set].concat(), &variables)
+}
+
+#[test]
+fn workers_on_gpus_that_did_not_fail_keep_their_processes() {
+    let job_dir = JobDirectory::new();
+    fs::create_dir(job_dir.path("home")).unwrap();
+    let whole = start_on_emulated_gpu(&job_dir, &[NO_CHECKPOINTS, "checkpoint.dir=undisturbed"]);
+    let whole = whole.wait_for_end().expect_success().collect_losses();
+    let copies = ["checkpoint.memory.copies=0", "run.restarts=100", "checkpoint.dir=kept"];
+    let mut job = start_on_emulated_gpu(&job_dir, &[&copies[..], &[NO_CHECKPOINTS]].concat());
+    let mut step = 0;
+    for kill_number in 0..4_usize {
+        step = job.wait_for_event("step", step + 4)["step"].as_u64().unwrap();
+        thread::sleep(Duration::from_millis(kill_number as u64 * 11 % 17));
+        let mut workers = list_workers(job.child.id());
+        assert_eq!(workers.len(), 2, "{workers:?}");
+        kill_process(workers.remove(kill_number % 2));
+        assert_workers_kept(&mut job, &workers, 2);
+    }
+    let ran = job.wait_for_end().expect_success();
+    check_resumes(&ran, &whole, 4);
     check_weights(&job_dir, ["undisturbed", "kept"], whole.len());
 }
 

@@ -1,5 +1,6 @@
 //! [`NcclError`]: errors of opening NCCL, of its calls, and of work on the GPU.
 use crate::abort_reason::AbortReason;
+use cudarc::nccl::sys::ncclResult_t;
 use device::cuda::CudaError;
 use diagnostic::{Code, Diagnostic, codes::collective as codes, quantity::format_seconds};
 use std::{path::PathBuf, time::Duration};
@@ -71,6 +72,12 @@ pub enum NcclError {
 pub type Result<T> = std::result::Result<T, NcclError>;
 
 impl NcclError {
+    /// Returns true if NCCL has lost the connection to a peer, whose process may have ended.
+    pub(crate) fn is_connection_failure(&self) -> bool {
+        let failures = [ncclResult_t::ncclSystemError, ncclResult_t::ncclRemoteError];
+        matches!(self, NcclError::Call { status, .. } if failures.iter().any(|f| *f as i32 == *status))
+    }
+
     /// Returns the stable code of this error, which `launch explain` documents.
     pub fn code(&self) -> Code {
         match self {

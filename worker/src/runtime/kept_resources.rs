@@ -37,8 +37,8 @@ impl KeptResources {
     }
 
     /// Opens the device and the tokenizer and limits the number of threads, unless this process has
-    /// done so in an earlier attempt (start of all workers). Sends warnings about the device to the
-    /// controller.
+    /// done so in an earlier attempt (start of all workers). Starts to use CUDA graphs as the job
+    /// requests. Sends warnings about the device to the controller.
     pub(super) fn open_device_and_tokenizer(
         &mut self,
         session: &AgentSession,
@@ -51,11 +51,24 @@ impl KeptResources {
             device.report_rejected_instructions(session, init)?;
             self.device = Some(device);
         }
+        if let Some(device) = &self.device {
+            device.configure_cuda_graphs(train.cuda_graphs);
+        }
         if self.tokenizer.is_none() {
             let tokenizer = TextTokenizer::open(&train.data.tokenizer, &init.workdir);
             self.tokenizer = Some(tokenizer.map_err(Diagnostic::from)?);
         }
         Ok(())
+    }
+
+    /// Ends the use of the device by the attempt that this rank leaves, so that the process can
+    /// take part in the next attempt (start of all workers). Fails if the GPU has failed, after
+    /// which the process must end.
+    pub(super) fn prepare_device_for_next_attempt(&self) -> Result<()> {
+        match &self.device {
+            Some(RankDevice::Gpu(cuda, _)) => Ok(cuda.reset()?),
+            _ => Ok(()),
+        }
     }
 }
 

@@ -52,6 +52,17 @@ impl RankDevice {
         Ok(RankDevice::Gpu(Arc::new(cuda), paths))
     }
 
+    /// Turns CUDA graphs on or off, or begins to measure whether they are faster. Does nothing on a
+    /// CPU.
+    pub(super) fn configure_cuda_graphs(&self, mode: CudaGraphMode) {
+        let RankDevice::Gpu(cuda, _) = self else { return };
+        match mode {
+            CudaGraphMode::Auto => cuda.start_graph_autotuning(),
+            CudaGraphMode::Always => cuda.set_graphs_enabled(true),
+            CudaGraphMode::Never => {}
+        }
+    }
+
     /// On the first rank of each host, sends the controller a warning if the CPUs of the host
     /// compute wrong results with some of their instructions, which are therefore not used.
     pub(super) fn report_rejected_instructions(
@@ -163,11 +174,6 @@ fn configure_gpu(cuda: &Cuda, train: &TrainSpec, paths: &LibrarySearchPaths) -> 
         cuda.set_attention_backend(select_attention_backend(train), paths).map_err(to_unusable_gpu_error)?
     {
         println!("attention runs without cuDNN: {error}");
-    }
-    match train.cuda_graphs {
-        CudaGraphMode::Auto => cuda.start_graph_autotuning(),
-        CudaGraphMode::Always => cuda.set_graphs_enabled(true),
-        CudaGraphMode::Never => {}
     }
     Ok(())
 }

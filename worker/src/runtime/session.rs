@@ -314,10 +314,10 @@ impl AgentSession {
     /// part in the next attempt (start of all workers), and returns it. Waits up to
     /// [`LEAVE_DECISION_TIMEOUT`] for the decision.
     ///
-    /// Only a rank on a CPU leaves, and only if `error` is the consequence of another failure.
+    /// A rank leaves only if `error` is the consequence of another failure.
     pub(super) fn wait_for_leave_decision(&self, error: &Error, init: &WorkerInit) -> bool {
         let keeps_workers = init.job.checkpoint.memory.as_ref().is_some_and(|memory| memory.keep_workers);
-        let can_leave = self.attempts.is_some() && keeps_workers && !init.job.cluster.trains_on_gpus();
+        let can_leave = self.attempts.is_some() && keeps_workers;
         if !can_leave || error.to_worker_exit() != WorkerExit::Aborted {
             return false;
         }

@@ -35,4 +35,5 @@ mod offload;
 mod own_process;
 mod precision;
 mod resume;
+mod reused_gpus;
 mod timeline;

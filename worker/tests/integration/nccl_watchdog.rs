@@ -81,6 +81,41 @@ fn an_error_while_a_rank_waits_for_the_gpu_ends_the_wait_of_every_rank() {
     assert_eq!(errors[1], [found.clone(), found]);
 }
 
+/// Checks that a rank whose NCCL reports the end of a peer fails with the reason that the transport
+/// between host memories reports soon after, which names the peer.
+#[test]
+fn the_end_of_a_peer_is_reported_with_its_reason() {
+    if !is_own_process("nccl_watchdog::the_end_of_a_peer_is_reported_with_its_reason") {
+        return;
+    }
+    // SAFETY: no other thread is running. Streams run in threads, so that work can hang.
+    unsafe { std::env::set_var("EMULATED_GPU_LAG", "side:1") };
+    let nccl = NcclLibrary::open(&[emulated_nccl::build_library().to_owned()]).unwrap();
+    let errors = run_on_ranks(2, |hosts| {
+        let cuda = open_emulated_gpu();
+        let comm = NcclComm::connect(&nccl, cuda.clone(), hosts.clone(), Duration::from_secs(60)).unwrap();
+        let (send, mut recv) = (cuda.zeroed(Dtype::F32, 4), cuda.zeroed(Dtype::F32, 8));
+        cuda.synchronize().unwrap();
+        if comm.rank() == 0 {
+            inject_fault();
+        }
+        comm.barrier().unwrap();
+        if comm.rank() == 0 {
+            // The communicator of the other rank fails 100 ms after its call.
+            std::thread::sleep(Duration::from_millis(400));
+            hosts.abort("rank 0 has ended");
+            return None;
+        }
+        cuda.with_separate_stream(&mut || {
+            comm.all_gather(recv.view_mut(), send.view(), &[4, 4]).unwrap();
+            cuda.synchronize().unwrap();
+        });
+        comm.barrier().err()
+    });
+    let reason = AbortReason::Requested { reason: "rank 0 has ended".into() };
+    assert_eq!(errors[1], Some(CommError::Aborted(reason)));
+}
+
 /// Ends the process after [`WAIT_LIMIT`], unless the returned sender is dropped before.
 fn limit_time() -> mpsc::Sender<()> {
     let (sender, dropped) = mpsc::channel();

@@ -84,7 +84,7 @@ section! {
     pub copies: u32 = Key::new(integer_type(0..=MAX_MEMORY_COPIES), "1");
     /// The number of steps from one copy to the next.
     pub every: u64 = Key::new(integer_at_least_type(1), "1");
-    /// When an attempt ends, keep the processes of the CPU workers that did not fail.
+    /// When an attempt ends, keep the processes of the workers that did not fail.
     ///
     /// Otherwise, and on GPUs, a restart starts all workers again.
     #[serde(default = "keeps_workers_by_default")]

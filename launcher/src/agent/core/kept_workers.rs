@@ -22,12 +22,10 @@ const MAX_REJOIN_MESSAGE_AGE: Duration = Duration::from_secs(4);
 const PER_ATTEMPT_VARIABLES: [&str; 1] = [env::MASTER_PORT];
 
 impl AgentCore {
-    /// Returns whether all workers of this host are built-in workers on CPUs, whose processes can
-    /// take part in several attempts (starts of all workers).
-    pub(super) fn trains_on_cpus(&self) -> bool {
-        self.plan.as_ref().is_some_and(|plan| {
-            plan.workers.iter().all(|w| w.command.is_none()) && !plan.job.cluster.trains_on_gpus()
-        })
+    /// Returns whether all workers of this host are built-in workers, whose processes can take part
+    /// in several attempts (starts of all workers).
+    pub(super) fn runs_builtin_workers(&self) -> bool {
+        self.plan.as_ref().is_some_and(|plan| plan.workers.iter().all(|w| w.command.is_none()))
     }
 
     /// Returns the ranks of the workers that have left an attempt (start of all workers) and whose

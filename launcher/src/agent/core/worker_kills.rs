@@ -63,7 +63,7 @@ impl AgentCore {
         let KillRequest { reason, grace_ms, leave_ms } = request;
         // Programs get SIGTERM or SIGKILL now.
         self.terminate_at = None;
-        let leave_ms = leave_ms.filter(|_| self.trains_on_cpus());
+        let leave_ms = leave_ms.filter(|_| self.runs_builtin_workers());
         self.may_leave = leave_ms.is_some();
         if !self.may_leave {
             self.kill_waiting_workers(|_| true);

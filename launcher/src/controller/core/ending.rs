@@ -2,8 +2,7 @@
 //! and then restarts the workers or ends the run.
 use super::{
     ABORT_GRACE, AGENT_END_TIMEOUT, AgentEnd, AttemptState, ControllerAction, ControllerCore, FailureReason,
-    HostIndex, LEAVE_TIMEOUT, OUTPUT_TAIL_TIMEOUT, RootCause, RunOutcome, StopRequest, WorkerState,
-    build_attempt_end,
+    HostIndex, OUTPUT_TAIL_TIMEOUT, RootCause, RunOutcome, StopRequest, WorkerState, build_attempt_end,
 };
 use crate::{
     controller::{core::host_state::AgentConnectionState, restart_policy::RestartDecision},
@@ -191,14 +190,13 @@ impl ControllerCore {
     pub(super) fn kill_workers(&mut self, now: Duration, reason: &str, grace: Duration, stacks: bool) {
         let (attempt, grace_ms) = (self.attempt, grace.as_millis() as u64);
         // Stacks are written if workers hang, and such workers cannot leave.
-        let keeps_workers =
-            self.setup.keeps_workers && self.restart_pause.is_some() && !stacks && !grace.is_zero();
-        let leave_ms = keeps_workers.then_some(LEAVE_TIMEOUT.as_millis() as u64);
+        let may_leave = self.restart_pause.is_some() && !stacks && !grace.is_zero();
+        let leave_timeout = self.setup.leave_timeout.filter(|_| may_leave);
+        let leave_ms = leave_timeout.map(|timeout| timeout.as_millis() as u64);
         self.send_memo(now);
         let reason = reason.to_owned();
         self.broadcast_to_active_agents(&ToAgent::Kill { attempt, reason, grace_ms, stacks, leave_ms });
-        let end_time = if keeps_workers { grace.max(LEAVE_TIMEOUT) } else { grace };
-        let deadline = now + end_time + AGENT_END_TIMEOUT;
+        let deadline = now + leave_timeout.map_or(grace, |timeout| grace.max(timeout)) + AGENT_END_TIMEOUT;
         self.phase_deadline = Some(self.phase_deadline.map_or(deadline, |before| before.min(deadline)));
     }
 

@@ -39,7 +39,7 @@ pub(super) fn create_setup(hosts: u32, builtin: bool) -> CoreSetup {
         hosts: (0..hosts).map(host).collect(),
         builtin,
         has_memory_copies: false,
-        keeps_workers: false,
+        leave_timeout: None,
         stop_signal: jobspec::StopSignal::Term,
         sigterm_delay: Duration::ZERO,
         grace: millis(3000),

@@ -6,6 +6,12 @@ use std::{path::PathBuf, time::Duration};
 
 /// How long an agent that has lost its controller needs to kill its workers.
 const ORPHAN_END_TIME: Duration = Duration::from_secs(10);
+/// How long built-in workers on CPUs may take to leave a failed attempt (start of all workers) so
+/// that their processes can join the next one. Workers that need longer are killed.
+const CPU_LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long built-in workers on GPUs may take to leave a failed attempt. NCCL may need more than a
+/// second to abort its collectives, and a new process on a GPU needs many seconds to start.
+const GPU_LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The name of a host of the job, and whether the host is remote.
 #[derive(Clone, Debug)]
@@ -26,9 +32,9 @@ pub(crate) struct CoreSetup {
     /// Whether workers copy their states to the memory of hosts (`checkpoint.memory`), so that a
     /// restart costs little.
     pub(crate) has_memory_copies: bool,
-    /// Whether workers that did not fail keep their processes when an attempt ends
-    /// (`checkpoint.memory.keep_workers`).
-    pub(crate) keeps_workers: bool,
+    /// How long workers that did not fail may take to leave an attempt that ends, so that they keep
+    /// their processes. `None` if they do not keep them (`checkpoint.memory.keep_workers`).
+    pub(crate) leave_timeout: Option<Duration>,
     /// The signal that asks programs to save and stop (`run.stop_signal`).
     pub(crate) stop_signal: StopSignal,
     /// The time from a request to stop until programs get SIGTERM. Zero if `stop_signal` is
@@ -82,8 +88,7 @@ impl CoreSetup {
             hosts,
             builtin: job.run.command.is_none(),
             has_memory_copies: job.checkpoint.memory.is_some(),
-            keeps_workers: job.run.command.is_none()
-                && job.checkpoint.memory.as_ref().is_some_and(|memory| memory.keep_workers),
+            leave_timeout: find_leave_timeout(job),
             stop_signal: job.run.stop_signal,
             sigterm_delay: Duration::from_millis(job.run.sigterm_delay_ms()),
             grace: Duration::from_millis(job.run.grace_period_ms),
@@ -118,6 +123,15 @@ impl CoreSetup {
         };
         (self.stop_signal.name(), following)
     }
+}
+
+/// Returns how long the workers of a job may take to leave an attempt that ends, so that they keep
+/// their processes. Returns `None` if the job does not keep them.
+fn find_leave_timeout(job: &JobSpec) -> Option<Duration> {
+    let keeps_workers = job.checkpoint.memory.as_ref().is_some_and(|memory| memory.keep_workers);
+    let is_builtin = job.run.command.is_none();
+    let timeout = if job.cluster.trains_on_gpus() { GPU_LEAVE_TIMEOUT } else { CPU_LEAVE_TIMEOUT };
+    (is_builtin && keeps_workers).then_some(timeout)
 }
 
 #[cfg(test)]

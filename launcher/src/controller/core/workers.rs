@@ -197,7 +197,7 @@ impl ControllerCore {
     ) {
         let Some(worker) = self.find_worker(host, rank) else { return };
         worker.final_report.get_or_insert((exit, diagnostic.clone()));
-        if exit == WorkerExit::Aborted && self.setup.keeps_workers {
+        if exit == WorkerExit::Aborted && self.setup.leave_timeout.is_some() {
             // The worker does not exit before it learns whether it may leave the attempt.
             let final_report = Some((exit, diagnostic));
             let cause = build_aborted_cause((host, rank), final_report);

@@ -124,7 +124,7 @@ impl SimScenario {
             hosts: (0..hosts).map(|i| HostSetup { name: format!("h{i}"), remote: self.remote }).collect(),
             builtin: self.builtin,
             has_memory_copies: self.has_memory_copies,
-            keeps_workers: self.builtin && self.has_memory_copies,
+            leave_timeout: (self.builtin && self.has_memory_copies).then_some(Duration::from_secs(2)),
             stop_signal: jobspec::StopSignal::Term,
             sigterm_delay: Duration::ZERO,
             grace: Duration::from_secs(3),

@@ -80,8 +80,9 @@ impl NcclComm {
         self.cuda.make_current()?;
         // SAFETY: the callers pass addresses of views on this GPU. They are read and written in the
         // order of the stream, as is any later use of their memory.
-        unsafe { self.group.exchange(sends, receives, to_nccl_type(dtype), self.flush_stream()?) }?;
-        Ok(())
+        let enqueued =
+            unsafe { self.group.exchange(sends, receives, to_nccl_type(dtype), self.flush_stream()?) };
+        Ok(enqueued.map_err(|error| self.watchdog.replace_by_abort_reason(error))?)
     }
 
     /// Enqueues NCCL's all-gather of `len` elements of each rank into `recv`. `send` is this rank's
@@ -93,8 +94,8 @@ impl NcclComm {
         self.cuda.make_current()?;
         let (to, from, dtype) = (recv.address(), send.address(), to_nccl_type(send.dtype()));
         // SAFETY: see `exchange_parts`.
-        unsafe { self.group.all_gather(to, from, len, dtype, self.flush_stream()?) }?;
-        Ok(())
+        let enqueued = unsafe { self.group.all_gather(to, from, len, dtype, self.flush_stream()?) };
+        Ok(enqueued.map_err(|error| self.watchdog.replace_by_abort_reason(error))?)
     }
 
     /// Enqueues an all-gather of parts of different lengths: ranks first exchange elements until
@@ -144,9 +145,10 @@ impl NcclComm {
             self.cuda.make_current()?;
             let (to, from) = (scratch.view().address(), send.address());
             // SAFETY: see `exchange_parts`.
-            unsafe {
+            let enqueued = unsafe {
                 self.group.reduce_scatter(to, from, len, to_nccl_type(Dtype::F32), self.flush_stream()?)
-            }?;
+            };
+            enqueued.map_err(|error| self.watchdog.replace_by_abort_reason(error))?;
         }
         // the summands of rank r for this rank's elements of the remainder
         let summands_of = |rank: usize| len + rank * summands.len()..len + (rank + 1) * summands.len();

@@ -27,6 +27,11 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// stops tracking the oldest ones. If there are more, an error names a later collective than the
 /// one that failed.
 const MAX_RUNNING_CALLS: usize = 1024;
+/// How long a rank whose NCCL has lost a peer waits until the transport between host memories
+/// reports why the peer ended.
+const ABORT_REASON_TIMEOUT: Duration = Duration::from_millis(500);
+/// The time between two checks whether that transport has been aborted.
+const ABORT_REASON_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// The thread that watches the collectives of one NCCL communicator until they are complete, and
 /// aborts the group if one fails. Dropping it ends its thread.
@@ -139,6 +144,12 @@ impl Watchdog {
         Ok(EnteredCall { watchdog: &self.shared, watched })
     }
 
+    /// Returns the reason of the group's abort in place of `error`, if `error` is NCCL's report
+    /// that a peer is gone and the group is aborted soon. Returns `error` in all other cases.
+    pub(super) fn replace_by_abort_reason(&self, error: NcclError) -> NcclError {
+        self.shared.replace_by_abort_reason(error)
+    }
+
     /// Returns the watchdog's error if the watchdog has found one, and `result` otherwise, since
     /// the watchdog's error is the root cause of later errors. An abort of the group that follows
     /// from such an error is thus reported as the error.
@@ -189,7 +200,7 @@ impl WatchdogState {
                 return self.group.abort_with_reason(reason);
             }
             if let Err(error) = self.group.check_running_call(&operation, running_for) {
-                return self.record_error_and_abort(error);
+                return self.record_error_and_abort(self.replace_by_abort_reason(error));
             }
             calls = self.lock_calls();
             if !calls.is_ending {
@@ -197,6 +208,22 @@ impl WatchdogState {
                 calls = waited.unwrap_or_else(PoisonError::into_inner).0;
             }
         }
+    }
+
+    /// See [`Watchdog::replace_by_abort_reason`]. If a process ends, NCCL and the transport between
+    /// host memories report it in any order, and only the transport names the rank.
+    fn replace_by_abort_reason(&self, error: NcclError) -> NcclError {
+        let deadline = Instant::now() + ABORT_REASON_TIMEOUT;
+        while error.is_connection_failure() {
+            if let Some(reason) = self.host_comm.abort_reason() {
+                return NcclError::Aborted(reason);
+            }
+            if Instant::now() >= deadline {
+                break;
+            }
+            std::thread::sleep(ABORT_REASON_POLL_INTERVAL);
+        }
+        error
     }
 
     /// Stores the NCCL error `error` as the watchdog's result and aborts the group of ranks, unless

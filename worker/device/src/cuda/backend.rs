@@ -189,6 +189,25 @@ impl Cuda {
         self.gpu.release_unused_memory()
     }
 
+    /// Prepares this GPU for other work after work that was abandoned: drops the calls that were
+    /// not issued yet, the CUDA graphs and the copies of inputs, waits for all work on the GPU, and
+    /// returns all unused memory to the operating system. The loaded kernels, the libraries and the
+    /// chosen algorithms stay. CUDA graphs are off afterwards.
+    ///
+    /// The buffers of the abandoned work must have been dropped, and no other thread may use the
+    /// GPU meanwhile. Fails if a call or work on the GPU has failed, after which this value cannot
+    /// be used any more.
+    pub fn reset(&self) -> std::result::Result<(), DeviceError> {
+        self.gpu.make_current()?;
+        self.gpu.graphs.lock_graph_state().reset(&self.gpu)?;
+        self.gpu.synchronize_all_streams()?;
+        self.lock_host_inputs().clear();
+        self.timed_waits.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        *self.lock_graph_tuner() = None;
+        self.gpu.release_unused_memory()?;
+        self.gpu.status.check_no_failure()
+    }
+
     /// Makes the GPU's context current in the calling thread, as libraries such as NCCL require.
     pub fn make_current(&self) -> Result<()> {
         self.gpu.make_current()

@@ -32,7 +32,7 @@ impl Cuda {
 
     /// Locks the state of the measurement that decides whether training steps run with CUDA graphs.
     /// It is `None` if nothing is measured.
-    fn lock_graph_tuner(&self) -> MutexGuard<'_, Option<GraphUseAutotuner>> {
+    pub(super) fn lock_graph_tuner(&self) -> MutexGuard<'_, Option<GraphUseAutotuner>> {
         self.graph_autotuner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

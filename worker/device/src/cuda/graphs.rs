@@ -171,6 +171,15 @@ impl GraphState {
         self.release_idle_blocks(gpu);
     }
 
+    /// Turns CUDA graphs off, drops all recorded GPU calls, and forgets what earlier work has left,
+    /// so that other work can begin. Fails with an error of a flush that was not returned yet.
+    pub(super) fn reset(&mut self, gpu: &GpuContext) -> Result<()> {
+        self.on.store(false, Relaxed);
+        self.discard_calls_and_graphs(gpu);
+        (self.disable_reason, self.wasted_graphs) = (None, 0);
+        self.deferred_error.take().map_or(Ok(()), Err)
+    }
+
     /// Returns, only once, the error because of which CUDA graphs were turned off, or `None` if no
     /// error occurred.
     pub(super) fn take_disable_reason(&mut self) -> Option<CudaError> {

@@ -179,7 +179,7 @@ fn waiting_workers_are_killed_when_no_attempt_follows() {
 }
 
 #[test]
-fn workers_leave_only_on_request_and_on_cpus() {
+fn only_built_in_workers_leave_and_only_on_request() {
     let mut agent = start_initialized_agent();
     let left = || FromWorker::Left { attempt: 0 };
     let actions = agent.feed_input(AgentInput::Worker { rank: 0, message: left() });
@@ -192,14 +192,10 @@ fn workers_leave_only_on_request_and_on_cpus() {
     assert_eq!(select_signals(&agent.advance_to(ms(500))).len(), 3);
     let mut agent = TestAgent::start(&[]);
     agent.feed_input(AgentInput::Swept { left: Vec::new() });
-    let mut plan = HostPlan { attempt: 1, ..make_plan(&[true]) };
-    plan.job.cluster.devices = jobspec::DeviceSelection::Cuda;
+    let plan = HostPlan { attempt: 1, ..make_plan(&[false]) };
     agent.receive_message(ToAgent::Start(Box::new(plan)));
-    let message = FromWorker::Hello { version: PROTOCOL_VERSION, pid: 100 };
-    agent.feed_input(AgentInput::Worker { rank: 0, message });
     let kill =
         ToAgent::Kill { attempt: 1, stacks: false, reason: "x".into(), grace_ms: 500, leave_ms: Some(2000) };
-    let actions = agent.receive_message(kill);
-    assert_eq!(select_worker_messages(&actions), [(0, &ToWorker::Abort { reason: "x".into(), keep: false })]);
+    assert_eq!(select_signals(&agent.receive_message(kill)), [(0, ProcessGroupSignal::Terminate)]);
     assert_eq!(select_signals(&agent.advance_to(ms(500))), [(0, ProcessGroupSignal::Kill)]);
 }
