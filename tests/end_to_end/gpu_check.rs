@@ -399,13 +399,14 @@ fn parts_that_do_not_fit_are_skipped_and_a_later_check_continues() {
 /// enough for the emulator.
 #[test]
 fn training_on_an_emulated_gpu_agrees_with_the_cpu() {
-    let groups = "curves,ranks,nccl,models,saves,shapes";
+    let groups = "curves,ranks,nccl,restart,models,saves,shapes";
     let check = Check::with_all_libraries().run(&["--tiny", "--only", groups]).expect_code(0);
     for (part, subject) in [
         ("curves/llama-fp32", "a tiny Llama, fp32, 1 rank"),
         ("ranks/llama-fp32", "a tiny Llama, fp32, 4 ranks on this GPU"),
         ("ranks/llama-bf16", "a tiny Llama, bf16, 2 ranks on this GPU"),
         ("nccl/llama-bf16", "a tiny Llama, bf16, 1 rank, NCCL"),
+        ("restart", "a tiny Llama, after an abort, NCCL"),
         ("ranks/llama-fp8", "a tiny Llama, fp8, 2 ranks on this GPU"),
         ("shapes/tensors-over-2-bytes", "tensors over 2³¹ bytes"),
     ] {
@@ -423,7 +424,7 @@ fn training_on_an_emulated_gpu_agrees_with_the_cpu() {
         let is_measured = |row: &TableRow| row[..2] == [part, subject] && row[3] == "measured";
         assert!(check.rows().iter().any(is_measured), "{part} is missing in: {}", check.text);
     }
-    assert_eq!(check.count_rows("ok"), 3 * 4 + 14, "{}", check.text);
+    assert_eq!(check.count_rows("ok"), 3 * 4 + 1 + 14, "{}", check.text);
     let details = &check.part("models/llama")["details"];
     for name in ["launched_kernels", "matmul_algorithms", "operations"] {
         assert!(details[name].as_array().is_some_and(|list| !list.is_empty()), "{name}: {details}");

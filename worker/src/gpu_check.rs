@@ -17,6 +17,7 @@ mod part_process;
 mod part_runner;
 mod parts;
 mod report_file;
+mod restart;
 mod run_part;
 mod table;
 mod throughput;

@@ -8,7 +8,7 @@ use comm::{
     staged::StagedComm,
     thread_comm,
 };
-use device::Ops;
+use device::{Cuda, Ops};
 use diagnostic::{Diagnostic, codes};
 use jobspec::TrainSpec;
 use std::{panic::resume_unwind, sync::Arc, time::Duration};
@@ -46,15 +46,21 @@ pub(super) fn train_rank_for_curve(
     on_connected: impl FnOnce(Arc<dyn Comm>),
 ) -> diagnostic::Result<TrainingCurve> {
     let cuda = open()?;
-    let comm: Arc<dyn Comm> = match nccl {
-        None => Arc::new(StagedComm::new(hosts, cuda.clone())),
-        Some(nccl) => {
-            let comm = NcclComm::connect(nccl, cuda.clone(), hosts, NCCL_TIMEOUT);
-            Arc::new(comm.map_err(to_unusable_nccl_error)?)
-        }
-    };
+    let comm = connect_gpu(nccl, &cuda, hosts)?;
     on_connected(comm.clone());
     train_for_curve(train, comm, cuda, steps)
+}
+
+/// Connects the GPU of this rank with those of the ranks of `hosts`, with NCCL if `nccl` is given
+/// and through host memory otherwise.
+pub(super) fn connect_gpu(
+    nccl: Option<&NcclLibrary>,
+    cuda: &Arc<Cuda>,
+    hosts: Arc<dyn Comm>,
+) -> diagnostic::Result<Arc<dyn Comm>> {
+    let Some(nccl) = nccl else { return Ok(Arc::new(StagedComm::new(hosts, cuda.clone()))) };
+    let comm = NcclComm::connect(nccl, cuda.clone(), hosts, NCCL_TIMEOUT);
+    Ok(Arc::new(comm.map_err(to_unusable_nccl_error)?))
 }
 
 /// Trains on the GPU with `world` ranks, which are threads, and returns the loss and the gradient

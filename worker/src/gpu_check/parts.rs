@@ -37,6 +37,8 @@ pub(super) enum PartWork {
     CudnnAttention,
     /// Compares training with the CPU, for a case and a precision given by their numbers.
     Curve { case: usize, precision: usize, transport: CurveRanks },
+    /// Trains again on the same GPU after the collectives were aborted.
+    Restart,
     /// Times the training of the model with this number.
     Model(usize),
     /// Times each operation of a training step of the model with this number.
@@ -143,6 +145,7 @@ fn add_training_parts(tiny: bool, add: &mut dyn FnMut(String, PartWork, u64, u64
     add_models(add, false);
     add_curves(add, CurveRanks::SeveralRanks);
     add_curves(add, CurveRanks::NcclOneRank);
+    add("restart".to_owned(), PartWork::Restart, 5, 90);
     for (number, model) in models.iter().enumerate().filter(|(_, model)| model.saves) {
         add(format!("saves/{}", model.part_name), PartWork::Save(number), model.expected_seconds + 15, 120);
     }

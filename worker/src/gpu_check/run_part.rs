@@ -9,6 +9,7 @@ use super::{
     op_speed::measure_op_speed,
     part_filter::PartFilter,
     parts::{PartWork, list_parts, select_parts},
+    restart::check_restart,
     throughput::{report_model_profile, report_model_speed, report_save_cost},
 };
 use crate::gpu::{collect_library_search_paths, find_kernel_cache_directory, to_unusable_gpu_error};
@@ -116,6 +117,7 @@ fn do_part_work(
                 let second_rank = TwoRankTraining { part: name, device, filter, memory: rank_memory };
                 compare_curves(output, &open, (case, precision), transport, &second_rank)?;
             }
+            PartWork::Restart => check_restart(output, &open, filter.tiny)?,
             PartWork::Model(number) => report_model_speed(output, &open, filter.tiny, number)?,
             PartWork::Profile(number) => report_model_profile(output, &open, filter.tiny, number)?,
             PartWork::Save(number) => report_save_cost(output, &open, filter.tiny, number)?,
