@@ -242,7 +242,7 @@ fn unusable_drivers_and_libraries_end_the_check() {
         assert_eq!(extract_error_codes(&check.text), [code], "{}", check.text);
         // every part has a row, although none was started
         let skipped = check.count_rows("skipped: the GPU is not usable");
-        assert_eq!(skipped, 13, "{}", check.text);
+        assert_eq!(skipped, 14, "{}", check.text);
         messages += &format!("{name}={value}\n{}\n\n", skip_to_first_error(&check.text));
     }
     support::assert_snapshot(emulated_gpu::library_directory(), "unusable_gpus", &messages, &[]);

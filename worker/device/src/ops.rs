@@ -19,6 +19,7 @@
 mod activation;
 mod arguments;
 mod attention;
+mod epilogues;
 mod experts;
 mod matmul;
 mod norm;
@@ -31,6 +32,7 @@ pub use activation::ActivationOps;
 pub use arguments::WriteMode;
 pub(crate) use arguments::{expect_len, expect_lens};
 pub use attention::{AttentionDropout, AttentionOps, AttentionShape, RopeOps, RopeShape};
+pub use epilogues::{EpilogueMatmul, EpilogueOps, MatmulEpilogue};
 pub use experts::{RouterBackwardInputs, RouterOps, RouterShape, RowOps};
 pub use matmul::{FP8_COLUMN_MULTIPLE, Fp8Operand, Fp8Ops, GroupedMatmulOps, MatmulOps, RowGroup};
 pub use norm::{BiasOps, HeadLayout, HeadNormOps, LayerNormOps, LayerNormParams, RmsNormOps};
@@ -55,6 +57,7 @@ pub trait Ops:
     + RopeOps
     + AttentionOps
     + ActivationOps
+    + EpilogueOps
     + RouterOps
     + RowOps
     + VectorOps

@@ -4,8 +4,8 @@ use device::{
     Buf, Cuda, Dtype, Storage,
     cuda::CudaError,
     ops::{
-        AdamWHyperparams, AttentionOps, AttentionShape, MatmulOps, OptimizerOps, RmsNormOps, VectorOps,
-        WriteMode,
+        AdamWHyperparams, AttentionOps, AttentionShape, EpilogueOps, MatmulOps, OptimizerOps, RmsNormOps,
+        VectorOps, WriteMode,
     },
     storage::DeviceError,
 };
@@ -66,6 +66,11 @@ pub(super) fn measure_op_speed(
         TimedOpGroup::Matmul => {
             for (m, n, k) in [(4096, 4096, 4096), (8192, 2304, 768), (8192, 768, 3072), (8192, 50_304, 768)] {
                 measure_and_report_op(output, cuda, prepare_timed_matmul(cuda, m, n, k)?)?;
+            }
+            for has_epilogues in [false, true] {
+                for op in prepare_timed_epilogues(cuda, has_epilogues)? {
+                    measure_and_report_op(output, cuda, op)?;
+                }
             }
         }
         TimedOpGroup::Attention => {
@@ -134,6 +139,60 @@ fn prepare_timed_matmul<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Res
             cuda.matmul_forward(y.view_mut(), x.view(), w.view(), m, n, k, WriteMode::Overwrite)
         }),
     })
+}
+
+/// The rows, inputs and outputs of the MLP matmul with which epilogues are timed, those of GPT-2.
+const EPILOGUE_SIZES: [usize; 3] = [8192, 768, 3072];
+
+/// Creates the timed operation `run`: a matmul of [`EPILOGUE_SIZES`] and the operation `what`,
+/// which is computed in the epilogue of the matmul or by separate kernels.
+fn create_epilogue_op<'a>(
+    cuda: &'a Cuda,
+    what: &str,
+    has_epilogues: bool,
+    mut run: impl FnMut() + 'a,
+) -> TimedOp<'a> {
+    let [m, inp, out] = EPILOGUE_SIZES;
+    let kind = if has_epilogues { "epilogue" } else { "separate kernels" };
+    TimedOp {
+        name: format!("matmul with {what}, {kind}, bf16, {m} × {inp} × {out}"),
+        amount: 2.0 * (m * inp * out) as f64,
+        unit: "TFLOP/s",
+        run: Box::new(move || {
+            cuda.set_matmul_epilogues_enabled(has_epilogues);
+            run();
+        }),
+    }
+}
+
+/// Prepares the timing of the bf16 matmuls of GPT-2's MLP with GELU and with the gradient of the
+/// bias: allocates the buffers, and returns the forward pass, the gradient of GELU's input, and the
+/// gradient of weight and bias as operations.
+fn prepare_timed_epilogues(cuda: &Cuda, has_epilogues: bool) -> Result<[TimedOp<'_>; 3], CudaError> {
+    let sizes @ [m, inp, out] = EPILOGUE_SIZES;
+    let [mut y, mut pre, x, w, bias] =
+        allocate_zeroed_buffers(cuda, Dtype::Bf16, [m * out, m * out, m * inp, inp * out, out])?;
+    let forward = move || {
+        let (x, w, bias) = (x.view(), w.view(), bias.view());
+        cuda.conv1d_gelu_forward(y.view_mut(), pre.view_mut(), x, w, bias, sizes);
+    };
+    let [mut dpre, mut act, dy, w, pre] =
+        allocate_zeroed_buffers(cuda, Dtype::Bf16, [m * out, m * out, m * inp, inp * out, m * out])?;
+    let gelu_backward = move || {
+        let (dy, w, pre) = (dy.view(), w.view(), pre.view());
+        cuda.conv1d_gelu_backward_input(dpre.view_mut(), act.view_mut(), dy, w, pre, [m, out, inp]);
+    };
+    let [dy, x] = allocate_zeroed_buffers(cuda, Dtype::Bf16, [m * out, m * inp])?;
+    let [mut dw, mut dbias] = allocate_zeroed_buffers(cuda, Dtype::F32, [inp * out, out])?;
+    let weight_backward = move || {
+        let (dw, dbias) = (dw.view_mut(), dbias.view_mut());
+        cuda.conv1d_backward_weight_and_bias(dw, dbias, dy.view(), x.view(), sizes);
+    };
+    Ok([
+        create_epilogue_op(cuda, "bias and GELU", has_epilogues, forward),
+        create_epilogue_op(cuda, "gradient of GELU", has_epilogues, gelu_backward),
+        create_epilogue_op(cuda, "gradient of the bias", has_epilogues, weight_backward),
+    ])
 }
 
 /// The sizes with which attention is timed, those of GPT-2, Llama-3.1-8B and Gemma-2-2B: number of

@@ -162,6 +162,7 @@ fn warm_up_model(timed: &TimedModel, cuda: Arc<Cuda>) -> diagnostic::Result<Warm
     }
     if !spec.deterministic {
         cuda.enable_matmul_autotuning();
+        cuda.enable_matmul_epilogues_where_faster();
     }
     let paths = collect_library_search_paths(&[], Path::new(""));
     // The environment reports the reason why cuDNN is not usable.

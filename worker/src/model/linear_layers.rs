@@ -13,6 +13,7 @@ use super::{
 };
 use crate::params::ParamUnit;
 use device::{View, ViewMut};
+use std::ops::Range;
 
 /// Computes the matmuls with the weight matrices of all layers, in the selected precision and with
 /// biases and LoRA adapters.
@@ -126,24 +127,81 @@ impl Linear<'_> {
         }
     }
 
+    /// Returns whether this is a Conv1D layer with bias whose matmul can compute GELU or its
+    /// gradient in the epilogue, because nothing else changes the matmul's output.
+    fn can_fuse_gelu(&self) -> bool {
+        let format = self.layers.format;
+        format.is_transposed
+            && self.layout.bias.is_some()
+            && self.adapters().is_none()
+            && format.has_epilogues(self.input.ops)
+    }
+
+    /// Computes the output `pre` of the matmul for the input `x`, and `y`, the output of GELU, in
+    /// one kernel. Returns false without computing anything if this is not possible.
+    pub(super) fn forward_with_gelu(&self, x: View, pre: ViewMut, y: ViewMut) -> bool {
+        let (input, layout) = (self.input, self.layout);
+        let Some(bias) = layout.bias.clone().filter(|_| self.can_fuse_gelu()) else { return false };
+        let (w, bias) = (input.params.slice(layout.weight.clone()), input.params.slice(bias));
+        let (m, inp, out) = layout.to_matmul_sizes(input);
+        input.ops.conv1d_gelu_forward(y, pre, x, w, bias, [m, inp, out]);
+        true
+    }
+
+    /// Computes the gradient `dpre` of GELU's input `pre` from `dy`, the gradient of this matmul's
+    /// output, where the output of GELU is the input of this matmul. Writes the output of GELU to
+    /// `y`. Returns false without computing anything if this is not possible in one kernel.
+    pub(super) fn backward_input_through_gelu(&self, dpre: ViewMut, y: ViewMut, dy: View, pre: View) -> bool {
+        let (input, layout) = (self.input, self.layout);
+        if !self.can_fuse_gelu() {
+            return false;
+        }
+        let (m, inp, out) = layout.to_matmul_sizes(input);
+        let w = input.params.slice(layout.weight.clone());
+        input.ops.conv1d_gelu_backward_input(dpre, y, dy, w, pre, [m, inp, out]);
+        true
+    }
+
     /// Adds the sum of the rows of `dy`, the gradient of the output, to the gradient of the bias,
-    /// if there is a bias.
+    /// if there is a bias and [`Linear::backward_weight`] does not compute its gradient.
     pub(super) fn backward_bias(&self, g: &mut ViewMut, dy: View) {
+        if self.computes_bias_with_weight() {
+            return;
+        }
         if let Some(bias) = &self.layout.bias {
             let (rows, outputs) = (self.input.batch.row_count(), self.layout.output_width());
             self.input.ops.bias_backward(g.slice_mut(bias.clone()), dy, rows, outputs);
         }
     }
 
+    /// Returns whether the gradient of the weight matrices is computed.
+    fn needs_weight_gradient(&self) -> bool {
+        self.layers.needs_grad.get(self.input.layer).is_none_or(|needs| needs[self.layout.index])
+    }
+
+    /// Returns whether the matmul for the gradient of the weight matrices also computes the
+    /// gradient of the bias.
+    fn computes_bias_with_weight(&self) -> bool {
+        let is_possible = self.layout.bias.is_some() && self.needs_weight_gradient();
+        is_possible && self.layers.format.has_epilogues(self.input.ops)
+    }
+
     /// Writes the gradient of the matmul's weight matrices to `g`, the gradient of the layer's
-    /// parameters, unless the matrices are frozen.
+    /// parameters, unless the matrices are frozen. On backends with matmul epilogues, also writes
+    /// the gradient of the bias.
     pub(super) fn backward_weight(&self, g: &mut ViewMut, (x, dy): (View, View)) {
-        let (input, layout) = (self.input, self.layout);
-        let needs_grad = self.layers.needs_grad.get(input.layer).is_none_or(|needs| needs[layout.index]);
-        if needs_grad {
-            let dw = g.slice_mut(layout.weight.clone());
-            self.layers.format.backward_weight(input.ops, dw, dy, x, layout.to_matmul_sizes(input));
+        let (input, layout, format) = (self.input, self.layout, self.layers.format);
+        if !self.needs_weight_gradient() {
+            return;
         }
+        let sizes = layout.to_matmul_sizes(input);
+        let bias = layout.bias.clone().filter(|_| self.computes_bias_with_weight());
+        let Some(bias) = bias else {
+            let dw = g.slice_mut(layout.weight.clone());
+            return format.backward_weight(input.ops, dw, dy, x, sizes);
+        };
+        let (dw, dbias) = split_two_spans(g.reborrow(), layout.weight.clone(), bias);
+        format.backward_weight_and_bias(input.ops, dw, dbias, (x, dy), sizes);
     }
 
     /// Writes the gradients of the matmul's LoRA adapters to `g`, the gradient of the layer's
@@ -179,4 +237,19 @@ impl Linear<'_> {
         self.backward_adapters(g, x_and_dy, lora);
         self.backward_input(dx, x_and_dy.1, lora);
     }
+}
+
+/// Returns the ranges `first` and `second` of `unit`, which must not overlap.
+fn split_two_spans(
+    unit: ViewMut<'_>,
+    first: Range<usize>,
+    second: Range<usize>,
+) -> (ViewMut<'_>, ViewMut<'_>) {
+    let cut = |range: Range<usize>, from: usize| range.start - from..range.end - from;
+    if first.end <= second.start {
+        let (head, tail) = unit.split_at(second.start);
+        return (head.slice(first), tail.slice(cut(second.clone(), second.start)));
+    }
+    let (head, tail) = unit.split_at(first.start);
+    (tail.slice(cut(first.clone(), first.start)), head.slice(second))
 }

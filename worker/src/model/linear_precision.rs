@@ -82,6 +82,28 @@ impl LinearFormat {
         }
     }
 
+    /// Returns whether the matmuls with weight matrices can compute GELU or a bias gradient in
+    /// their epilogues on the backend `ops`. fp8 matmuls cannot.
+    pub(super) fn has_epilogues(self, ops: &dyn Ops) -> bool {
+        self.precision == LinearPrecision::ComputeDtype && ops.has_matmul_epilogues()
+    }
+
+    /// Computes the gradients of a linear layer's weight and bias from `dy`, the gradient of its
+    /// output. `dbias` must contain zeros on entry. Requires [`LinearFormat::has_epilogues`].
+    pub(super) fn backward_weight_and_bias(
+        self,
+        ops: &dyn Ops,
+        dw: ViewMut,
+        dbias: ViewMut,
+        (x, dy): (View, View),
+        (m, inp, out): MatmulSizes,
+    ) {
+        match self.is_transposed {
+            false => ops.matmul_backward_weight_and_bias(dw, dbias, dy, x, [m, out, inp]),
+            true => ops.conv1d_backward_weight_and_bias(dw, dbias, dy, x, [m, inp, out]),
+        }
+    }
+
     /// Converts `dy`, the gradient of a linear layer's output, to the data type in which the
     /// matmuls of the backward pass read it, or returns it unchanged with fp8. If the backend
     /// rounds operands, writes the rounded gradient to `buffer`, once for both matmuls.

@@ -169,6 +169,7 @@ fn configure_gpu(cuda: &Cuda, train: &TrainSpec, paths: &LibrarySearchPaths) -> 
     }
     if !train.deterministic {
         cuda.enable_matmul_autotuning();
+        cuda.enable_matmul_epilogues_where_faster();
     }
     if let Some(error) =
         cuda.set_attention_backend(select_attention_backend(train), paths).map_err(to_unusable_gpu_error)?

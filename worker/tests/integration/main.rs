@@ -6,6 +6,7 @@ mod batch_job;
 mod call_counts;
 mod common;
 mod cuda;
+mod cuda_fused_kernels;
 mod cuda_graphs;
 mod cuda_host_waits;
 mod cuda_streams;

@@ -5,6 +5,7 @@
 //! the comparison on an emulated GPU, and `launch gpu-check` runs it on a real one.
 mod cases;
 mod comparison;
+mod epilogue_cases;
 mod error;
 mod expert_cases;
 mod fixed_cases;

@@ -1,6 +1,6 @@
 //! Compares each family of ops on the GPU with the CPU, on random shapes.
 use super::comparison::{Backends, CaseResult, CaseRng};
-use super::{cases, expert_cases, fp8_cases};
+use super::{cases, epilogue_cases, expert_cases, fp8_cases};
 use crate::ops::{AttentionShape, ClassifierShape};
 
 /// Function that compares a family of ops on the GPU with the CPU for one random shape, and returns
@@ -10,7 +10,7 @@ type RandomCaseFn = fn(&Backends, &mut CaseRng) -> CaseResult;
 /// The families of ops (such as norms) that are compared on random shapes, each with its name and
 /// the function that compares GPU and CPU. The position of a family contributes to the seed of its
 /// shapes and values.
-pub(super) const RANDOM_CASE_FAMILIES: [(&str, RandomCaseFn); 9] = [
+pub(super) const RANDOM_CASE_FAMILIES: [(&str, RandomCaseFn); 10] = [
     ("matmul", compare_random_matmuls),
     ("norms, bias", compare_random_norms),
     ("norms of heads, RoPE", compare_random_head_norm_and_rope),
@@ -20,6 +20,7 @@ pub(super) const RANDOM_CASE_FAMILIES: [(&str, RandomCaseFn); 9] = [
     ("experts", compare_random_expert_ops),
     ("embedding", compare_random_embedding),
     ("vectors, optimizers", compare_random_vectors_and_optimizers),
+    ("matmul epilogues", compare_random_matmul_epilogues),
 ];
 
 /// Compares matmuls of a random shape on the GPU with the CPU as the reference.
@@ -100,6 +101,14 @@ fn compare_random_embedding(backends: &Backends, rng: &mut CaseRng) -> CaseResul
 fn compare_random_vectors_and_optimizers(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let (seed, [n]) = rng.draw_seed_and_dims([9000]);
     cases::compare_vectors_and_optimizers(backends, seed, n)
+}
+
+/// Compares matmuls of a random shape with epilogues on the GPU with the CPU as the reference. Most
+/// sizes are multiples of eight, as epilogues require.
+fn compare_random_matmul_epilogues(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
+    let (seed, [m, inp, out]) = rng.draw_seed_and_dims([40, 6, 6]);
+    let factor = if rng.draw_below(4) == 0 { 7 } else { 8 };
+    epilogue_cases::compare_epilogues(backends, seed, [m, factor * inp, factor * out])
 }
 
 /// Compares the fp8 matmuls of a random shape on the GPU with the CPU as the reference.

@@ -12,8 +12,9 @@ use crate::{Buf, Cuda, Dtype};
 
 /// The names of the shapes, as large as in real models, on which ops on the GPU are compared with
 /// the CPU. The number of a case is its position.
-pub(super) const REALISTIC_CASE_NAMES: [&str; 14] = [
+pub(super) const REALISTIC_CASE_NAMES: [&str; 15] = [
     "matmul 4096 × 2048 × 2048",
+    "matmul epilogues 4096 × 768 × 3072",
     "norms 4096 × 4096",
     "norms of heads, RoPE 2048 × 32 × 128",
     "activations 2048 × 8192",
@@ -45,21 +46,25 @@ pub(super) fn compare_realistic_case(
             let [m, n, k] = [4096, 2048, 2048].map(size);
             return Some(super::cases::compare_matmuls(backends, 1, m, n, k));
         }
-        1 => FixedCase::Norms { m: size(4096), d: size(4096) },
-        2 => FixedCase::HeadNormAndRope([size(2048), 32, 128, 1]),
-        3 => FixedCase::Activations { m: size(2048), f: size(8192) },
-        4 => FixedCase::Documents(attention(12, 12, 64)),
-        5 => FixedCase::Documents(attention(16, 4, 128)),
-        6 => FixedCase::Window(size(512), attention(4, 4, 64)),
-        7 => FixedCase::Documents(attention(8, 4, 256)),
-        8 => {
+        1 => {
+            let sizes = [4096, 768, 3072].map(size);
+            return Some(super::epilogue_cases::compare_epilogues(backends, 1, sizes));
+        }
+        2 => FixedCase::Norms { m: size(4096), d: size(4096) },
+        3 => FixedCase::HeadNormAndRope([size(2048), 32, 128, 1]),
+        4 => FixedCase::Activations { m: size(2048), f: size(8192) },
+        5 => FixedCase::Documents(attention(12, 12, 64)),
+        6 => FixedCase::Documents(attention(16, 4, 128)),
+        7 => FixedCase::Window(size(512), attention(4, 4, 64)),
+        8 => FixedCase::Documents(attention(8, 4, 256)),
+        9 => {
             let (m, d, v) = (size(256), size(512), size(128_256));
             FixedCase::Classifier(ClassifierShape { m, d, v, softcap: None })
         }
-        9 => FixedCase::Experts([size(2048), 64, 8, size(1024)]),
-        10 => FixedCase::Embedding([size(4096), size(512), size(128_256)]),
-        11 => FixedCase::Vectors(size(1 << 24) + 5),
-        12 => {
+        10 => FixedCase::Experts([size(2048), 64, 8, size(1024)]),
+        11 => FixedCase::Embedding([size(4096), size(512), size(128_256)]),
+        12 => FixedCase::Vectors(size(1 << 24) + 5),
+        13 => {
             let n = size(2048);
             let has_fp8 = backends.cuda.properties().has_fp8();
             return has_fp8.then(|| fp8_cases::compare_matmuls(backends, 1, n, n, n));

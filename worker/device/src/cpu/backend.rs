@@ -2,7 +2,7 @@
 use super::instruction_set::{InstructionSet, InstructionSetUnavailable};
 use super::scratch::ScratchPool;
 use super::thread_pool::ThreadPool;
-use crate::ops::Ops;
+use crate::ops::{EpilogueOps, Ops};
 use std::ops::Range;
 
 /// The CPU backend, which computes ops on host memory with several threads.
@@ -13,6 +13,8 @@ pub struct Cpu {
 }
 
 impl Ops for Cpu {}
+
+impl EpilogueOps for Cpu {}
 
 impl Cpu {
     /// Creates a backend that computes on `threads` threads: the caller's thread and `threads − 1`

@@ -21,7 +21,7 @@ use std::{
     collections::HashMap,
     ffi::CStr,
     path::PathBuf,
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, atomic::AtomicBool},
     thread::{self, ThreadId},
 };
 
@@ -40,6 +40,8 @@ pub struct Cuda {
     /// Measures whether CUDA graphs are faster. `None` if nothing is to be measured, or if the
     /// result is known.
     pub(super) graph_autotuner: Mutex<Option<GraphUseAutotuner>>,
+    /// Whether matmuls compute GELU and bias gradients in their epilogues.
+    pub(super) has_matmul_epilogues: AtomicBool,
     /// The open GPU. It is the last field, because fields are dropped in order and cuBLASLt must be
     /// closed before the context.
     pub(super) gpu: Arc<Gpu>,
@@ -89,6 +91,7 @@ impl Cuda {
             timed_waits: Mutex::default(),
             profile: GpuProfiler::default(),
             graph_autotuner: Mutex::default(),
+            has_matmul_epilogues: AtomicBool::new(false),
             gpu,
         })
     }

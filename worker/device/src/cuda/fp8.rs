@@ -4,7 +4,7 @@
 use super::backend::{Cuda, LaunchSize};
 use super::compile::FP8_SOURCE;
 use super::launch::{KernelArg, LaunchConfig};
-use super::matmul::{Matmul, MatrixRef, OperandFormat};
+use super::matmul::{Epilogue, Matmul, MatrixRef, OperandFormat};
 use super::matmul_operand::{MatmulOperand, finish_empty_matmul, run_with_f32_result};
 use super::memory::DeviceMemory;
 use super::tensor_arg::TensorArg;
@@ -62,7 +62,7 @@ impl Fp8Ops for Cuda {
                 inputs,
                 output,
                 add,
-                bias: None,
+                epilogue: Epilogue::None,
                 varying: None,
             });
         };

@@ -5,6 +5,7 @@
 //! exchanged.
 mod algorithm_search;
 mod descriptors;
+mod epilogue;
 mod plan_report;
 pub(super) mod prepared;
 mod request;
@@ -20,6 +21,7 @@ use super::library_search::LibrarySearchPaths;
 use super::memory::DeviceMemory;
 use algorithm_search::{AlgorithmCandidate, AlgorithmSearch};
 use descriptors::{AlgorithmPreference, MatmulDescriptor};
+pub(super) use epilogue::Epilogue;
 pub use plan_report::MatmulPlanReport;
 use plan_report::query_algorithm_attributes;
 use prepared::{CublasLtHandle, MatmulPlan, MatrixLayouts, PreparedMatmul};
@@ -224,7 +226,7 @@ impl CublasLt {
         let lt = &self.lt.library;
         let [m, n, k, ..] = key.sizes;
         let mut plan = MatmulPlan {
-            descriptor: MatmulDescriptor::new(lt, key.transposed, matmul.scale_and_bias_pointers())?,
+            descriptor: MatmulDescriptor::new(lt, key.transposed, matmul.call_pointers())?,
             layouts: Arc::new(MatrixLayouts::new(lt, matmul, [m, n, k])?),
             algorithm: cublasLtMatmulAlgo_t { data: [0; 8] },
             workspace: 0,

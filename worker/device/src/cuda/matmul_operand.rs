@@ -3,7 +3,7 @@
 use super::backend::Cuda;
 use super::bindings::Address;
 use super::elementwise::convert_elements;
-use super::matmul::{Matmul, MatrixRef, OperandFormat, VaryingSize};
+use super::matmul::{Epilogue, Matmul, MatrixRef, OperandFormat, VaryingSize};
 use super::memory::DeviceMemory;
 use super::tensor_arg::{TensorArg, dtype_code, gpu_address};
 use crate::buffer::{Dtype, View, ViewMut};
@@ -106,7 +106,8 @@ fn matmul_with_operand_type(
     let add = write == WriteMode::Accumulate;
     let request = |c: MatmulOperand, add| {
         let (output, [a, b, c]) = (c.dtype, [a, b, c].map(MatmulOperand::to_matrix_ref));
-        Matmul { m, n, k, a, b, c, inputs: OperandFormat::Same(dtype), output, add, bias: None, varying }
+        let (inputs, epilogue) = (OperandFormat::Same(dtype), Epilogue::None);
+        Matmul { m, n, k, a, b, c, inputs, output, add, epilogue, varying }
     };
     let is_direct = c.dtype == Dtype::F32 || c.dtype == dtype;
     let result = if is_direct { c } else { MatmulOperand { dtype: Dtype::F32, ..c } };
@@ -157,10 +158,27 @@ pub(super) fn matmul_with_bias(
     if !one_type || m < 2 || n < 2 || k == 0 || !gpu_address(bias).is_multiple_of(16) {
         return run_separately();
     }
-    let (inputs, output, bias) = (OperandFormat::Same(a.dtype), c.dtype, Some(gpu_address(bias)));
+    if !matmul_with_epilogue(cuda, [c, a, b], Epilogue::Bias(gpu_address(bias)), [m, n, k]) {
+        run_separately();
+    }
+}
+
+/// Computes the matmul `c[m, n] = a[m, k] · b[k, n]` and its epilogue on the GPU. `a` and `b` must
+/// have one type. Returns false without computing anything if cuBLASLt has no algorithm.
+pub(super) fn matmul_with_epilogue(
+    cuda: &Cuda,
+    [c, a, b]: [MatmulOperand; 3],
+    epilogue: Epilogue,
+    [m, n, k]: [usize; 3],
+) -> bool {
+    let (inputs, output) = (OperandFormat::Same(a.dtype), c.dtype);
     let [a, b, c] = [a, b, c].map(MatmulOperand::to_matrix_ref);
-    let request = Matmul { m, n, k, a, b, c, inputs, output, add: false, bias, varying: None };
-    if cuda.has_matmul_algorithm(&request) { cuda.enqueue_matmul(&request) } else { run_separately() }
+    let request = Matmul { m, n, k, a, b, c, inputs, output, add: false, epilogue, varying: None };
+    let has_algorithm = cuda.has_matmul_algorithm(&request);
+    if has_algorithm {
+        cuda.enqueue_matmul(&request);
+    }
+    has_algorithm
 }
 
 /// Handles a matmul with an empty dimension (`m`, `n` or `k` is 0) without cuBLASLt, by writing

@@ -38,6 +38,7 @@ mod library;
 mod library_checks;
 mod library_search;
 mod matmul;
+mod matmul_epilogues;
 mod matmul_operand;
 mod matmul_ops;
 mod memory;

@@ -64,6 +64,16 @@ static inline double matmul_ns(double m, double n, double k, double size, double
     return WORK_OVERHEAD + std::max(best, bytes / gpu.bytes_per_ns);
 }
 
+// Time that GELU in the epilogue adds to a matmul with `elements` results: its input is written, or
+// read for the derivative, and instructions that nothing hides.
+static inline double gelu_epilogue_ns(double elements, double size, bool is_backward) {
+    constexpr double LANES = 128, GHZ = 1.7;
+    double instructions = is_backward ? 24 : 16;
+    return elements * size / gpu.bytes_per_ns + elements * instructions / (gpu.multiprocessors * LANES * GHZ);
+}
+// Time that the sums of an operand of `bytes` bytes add to a matmul: that of reading it once more.
+static inline double sums_epilogue_ns(double bytes) { return bytes / gpu.bytes_per_ns; }
+
 // Time of causal attention: FLOPs / (limit · t / (t + half)), which fits the measured rates for
 // sequences of 1024 and 2048 tokens. A backward pass counts 2.5 times the FLOPs of a forward pass.
 static inline double attention_ns(double sequences, double heads, double t, double dim, bool is_backward) {

@@ -1,5 +1,5 @@
-// cuBLASLt for the emulated GPU: D = alpha·op(A)·op(B) + beta·C, column-major, computed in f64 and
-// rounded once.
+// cuBLASLt for the emulated GPU: D = alpha·op(A)·op(B) + beta·C with epilogues, column-major,
+// computed in f64 and rounded once.
 #include <cstddef>
 #include <unistd.h>
 #include "emulator.hpp"
@@ -10,11 +10,15 @@
 #define API extern "C" __attribute__((visibility("default"))) int
 enum { SUCCESS = 0, ALLOC_FAILED = 3, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
 enum { R_32F = 0, R_16F = 2, R_16BF = 14, E4M3 = 28, E5M2 = 29 };
+// Epilogues: a bias, GELU of the sum with a bias, its derivative at `aux`, and sums of an operand.
+enum { DEFAULT = 1, BIAS = 4, GELU_AUX_BIAS = 164, DGELU = 192, BGRADA = 256, BGRADB = 512 };
 
 struct Desc {
     int compute, scale, transa = 0, transb = 0;
-    unsigned epilogue = 1;
-    const void* bias = nullptr;                         // in GPU memory
+    unsigned epilogue = DEFAULT;
+    const void* bias = nullptr;                         // in GPU memory; BGRADA and BGRADB write it
+    const void* aux = nullptr;                          // in GPU memory; GELU_AUX_BIAS writes it
+    int64_t aux_ld = 0;
     const float *scale_a = nullptr, *scale_b = nullptr; // in GPU memory
 };
 struct Layout {
@@ -63,6 +67,8 @@ API cublasLtMatmulDescSetAttribute(void* desc, int attribute, const void* value,
     else if (attribute == 4 && bytes == 4) memcpy(&d->transb, value, 4);
     else if (attribute == 7 && bytes == 4) memcpy(&d->epilogue, value, 4);
     else if (attribute == 8 && bytes == 8) memcpy(&d->bias, value, 8);
+    else if (attribute == 11 && bytes == 8) memcpy(&d->aux, value, 8);
+    else if (attribute == 12 && bytes == 8) memcpy(&d->aux_ld, value, 8);
     else if (attribute == 17 && bytes == 8) memcpy(&d->scale_a, value, 8);
     else if (attribute == 18 && bytes == 8) memcpy(&d->scale_b, value, 8);
     else return INVALID_VALUE;
@@ -104,23 +110,41 @@ static bool fits_fp8(const Desc* d, const Layout* a, const Layout* b, const Layo
     return types && whole && d->transa && !d->transb;
 }
 
+// Returns true if the library's conditions for the epilogue are met. The input of GELU has the type
+// of the 16-bit operands and of the result, and columns of a multiple of eight elements. Sums that
+// are a bias gradient are supported for the layouts of weight gradients, and for more than one
+// term.
+static bool fits_epilogue(const Desc* d, const Layout* a, const Layout* c, uint64_t depth) {
+    bool has_bias = d->bias && (uintptr_t)d->bias % 16 == 0;
+    bool has_aux = d->aux && (uintptr_t)d->aux % 16 == 0 && d->aux_ld % 8 == 0 && d->aux_ld >= (int64_t)c->rows;
+    bool has_gelu = has_aux && (a->type == R_16F || a->type == R_16BF) && c->type == a->type;
+    switch (d->epilogue) {
+    case DEFAULT: return true;
+    case BIAS: return has_bias;
+    case GELU_AUX_BIAS: return has_bias && has_gelu;
+    case DGELU: return has_gelu && depth > 1;
+    case BGRADA: return has_bias && !d->transa && depth > 1;
+    case BGRADB: return has_bias && d->transb && depth > 1;
+    default: return false;
+    }
+}
+
 static bool fits(const Desc* d, const Layout* a, const Layout* b, const Layout* c) {
     uint64_t m = d->transa ? a->cols : a->rows, k = d->transa ? a->rows : a->cols;
     uint64_t n = d->transb ? b->rows : b->cols, k2 = d->transb ? b->cols : b->rows;
     bool types = a->type == b->type && (c->type == a->type || c->type == R_32F);
     if (is_fp8(a) || is_fp8(b)) types = fits_fp8(d, a, b, c);
-    if (d->epilogue != 1 && (d->epilogue != 4 || !d->bias || (uintptr_t)d->bias % 16)) types = false;
-    return k == k2 && c->rows == m && c->cols == n && types;
+    return k == k2 && c->rows == m && c->cols == n && types && fits_epilogue(d, a, c, k);
 }
 
 // Returns true if the library has no algorithm for the matmul. With BLAS_LACKS=odd or invalid there
-// is no algorithm that adds a bias, and none for 16-bit operands whose rows are not aligned to 16
+// is no algorithm with an epilogue, and none for 16-bit operands whose rows are not aligned to 16
 // bytes.
 static bool is_lacking(const Desc* desc, const Layout* a, const Layout* b, const Preference* p) {
     const char* value = getenv("BLAS_LACKS");
     if (!value || (strcmp(value, "odd") && strcmp(value, "invalid"))) return false;
     bool odd = p->align[0] < 16 || p->align[1] < 16 || a->ld % 8 || b->ld % 8;
-    return desc->epilogue != 1 || (a->type != R_32F && odd);
+    return desc->epilogue != DEFAULT || (a->type != R_32F && odd);
 }
 
 // Numbers of calls of cublasLtMatmul and of the heuristic, which `emulatedGpuCalls` returns for
@@ -202,9 +226,36 @@ static std::vector<double> operand_terms(Layout l, bool contiguous, Tensor x) {
     return terms;
 }
 
+// GELU in its tanh approximation, and its derivative.
+static double gelu(double x) { return x / 2 * (1 + tanh(sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))); }
+static double gelu_slope(double x) {
+    double t = tanh(sqrt(2 / M_PI) * (x + 0.044715 * x * x * x));
+    return (1 + t) / 2 + x / 2 * (1 - t * t) * sqrt(2 / M_PI) * (1 + 3 * 0.044715 * x * x);
+}
+
+// Applies the epilogue to the element (i, j) of the result.
+static double apply_epilogue(const Desc& desc, int type, double x, uint64_t i, uint64_t j) {
+    Tensor bias = {(void*)desc.bias, type}, aux = {(void*)desc.aux, type};
+    int64_t at = (int64_t)j * desc.aux_ld + (int64_t)i;
+    if (desc.epilogue == BIAS || desc.epilogue == GELU_AUX_BIAS) x += load(bias, (int64_t)i);
+    if (desc.epilogue == GELU_AUX_BIAS) {
+        store(aux, at, (float)x);
+        return gelu(x);
+    }
+    return desc.epilogue == DGELU ? x * gelu_slope(load(aux, at)) : x;
+}
+
+// Stores the sum of the `depth` terms of each element of an operand, the gradient of a bias.
+static void store_sums(Tensor sums, const std::vector<double>& terms, uint64_t depth) {
+    for (uint64_t i = 0; i * depth < terms.size(); i++) {
+        double sum = 0;
+        for (uint64_t k = 0; k < depth; k++) sum += terms[i * depth + k];
+        store(sums, (int64_t)i, (float)sum);
+    }
+}
+
 static void multiply(Desc desc, Layout la, Layout lb, Layout lc, Layout ld, Tensor x, Tensor y, Tensor old, Tensor z, float alpha, float beta) {
     uint64_t depth = desc.transa ? la.rows : la.cols;
-    Tensor bias = {(void*)desc.bias, z.type};
     double scaled = (double)alpha * (desc.scale_a ? *desc.scale_a : 1) * (desc.scale_b ? *desc.scale_b : 1);
     std::vector<double> a = operand_terms(la, desc.transa, x), b = operand_terms(lb, !desc.transb, y);
     for (uint64_t j = 0; j < ld.cols; j++)
@@ -212,9 +263,11 @@ static void multiply(Desc desc, Layout la, Layout lb, Layout lc, Layout ld, Tens
             double sum = 0;
             for (uint64_t k = 0; k < depth; k++) sum += a[i * depth + k] * b[j * depth + k];
             int64_t to = (int64_t)(j * ld.ld + i);
-            double added = desc.epilogue == 4 ? load(bias, (int64_t)i) : 0.0;
-            store(z, to, (float)(added + scaled * sum + (beta != 0 ? beta * (double)load(old, (int64_t)(j * lc.ld + i)) : 0.0)));
+            double result = scaled * sum + (beta != 0 ? beta * (double)load(old, (int64_t)(j * lc.ld + i)) : 0.0);
+            store(z, to, (float)apply_epilogue(desc, z.type, result, i, j));
         }
+    if (desc.epilogue == BGRADA) store_sums({(void*)desc.bias, z.type}, a, depth);
+    if (desc.epilogue == BGRADB) store_sums({(void*)desc.bias, z.type}, b, depth);
 }
 
 API cublasLtMatmul(void*, void* desc, const float* alpha, const void* A, void* a, const void* B, void* b, const float* beta, const void* C,
@@ -240,6 +293,9 @@ API cublasLtMatmul(void*, void* desc, const float* alpha, const void* A, void* a
         auto size = [](const Layout& l) { return l.type == R_32F ? 4.0 : is_fp8(&l) ? 1.0 : 2.0; };
         double depth = (double)(settings.transa ? la.rows : la.cols);
         double ns = costs::matmul_ns((double)ld.rows, (double)ld.cols, depth, size(la), size(ld), *beta != 0);
+        if (settings.aux) ns += costs::gelu_epilogue_ns((double)ld.rows * (double)ld.cols, size(ld), settings.epilogue == DGELU);
+        if (settings.epilogue == BGRADA) ns += costs::sums_epilogue_ns((double)ld.rows * depth * size(la));
+        if (settings.epilogue == BGRADB) ns += costs::sums_epilogue_ns((double)ld.cols * depth * size(lb));
         enqueue_timed(stream, "matmuls", costs::MATMUL_CALL, ns);
         return SUCCESS;
     }

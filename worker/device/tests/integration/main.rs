@@ -9,6 +9,7 @@ mod call_counts;
 mod classifier;
 mod cubin;
 mod cuda;
+mod cuda_epilogues;
 mod cuda_graphs;
 mod cuda_library_faults;
 mod cuda_matmul_plans;

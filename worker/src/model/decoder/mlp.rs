@@ -47,11 +47,16 @@ impl Model {
         let ScratchBuffers { norm, act, norm_factors, mut lora, .. } = buffers.scratch.borrow_as_struct_mut();
         let norm_in = self.create_input_norm(input, s.mlp_in_norm.as_ref(), norm_factors);
         let x = norm_in.add_and_norm_forward(residual, input.x, norm, mlp_in_stats);
-        self.linears.select_linear(input, &s.gate_up).forward(x, gate_up.view_mut(), &mut lora);
-        if y.is_none() && s.mlp_out_norm.is_none() {
-            return;
+        let up = self.linears.select_linear(input, &s.gate_up);
+        let needs_activation = y.is_some() || s.mlp_out_norm.is_some();
+        let has_gelu = needs_activation && self.config.activation == Activation::Gelu;
+        if !has_gelu || !up.forward_with_gelu(x, gate_up.view_mut(), act.view_mut()) {
+            up.forward(x, gate_up.view_mut(), &mut lora);
+            if !needs_activation {
+                return;
+            }
+            self.mlp_activation_forward(input, act.view_mut(), gate_up.view());
         }
-        self.mlp_activation_forward(input, act.view_mut(), gate_up.view());
         let down = self.linears.select_linear(input, &s.down);
         let Some(norm_out) = self.create_norm_if_present(input, s.mlp_out_norm.as_ref(), norm_factors) else {
             if let Some(mut y) = y {
@@ -99,8 +104,12 @@ impl Model {
             self.mlp_activation_forward(input, act.view_mut(), gate_up.view());
             down.backward_adapters(g, (act.view(), dout), &mut lora);
         }
-        down.backward_input(act.view_mut(), dout, &mut lora);
-        self.mlp_activation_backward(input, dgate_up.view_mut(), act.view_mut(), gate_up.view());
+        let (dpre, y, pre) = (dgate_up.view_mut(), act.view_mut(), gate_up.view());
+        let has_gelu = self.config.activation == Activation::Gelu;
+        if !has_gelu || !down.backward_input_through_gelu(dpre, y, dout, pre) {
+            down.backward_input(act.view_mut(), dout, &mut lora);
+            self.mlp_activation_backward(input, dgate_up.view_mut(), act.view_mut(), gate_up.view());
+        }
         down.backward_weight(g, (act.view(), dout));
         up.backward_bias(g, dgate_up.view());
         let norm_in = self.create_input_norm(input, s.mlp_in_norm.as_ref(), norm_factors);

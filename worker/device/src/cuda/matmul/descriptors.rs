@@ -2,37 +2,40 @@
 //! algorithms that cuBLASLt suggests.
 use super::super::bindings::{Address, CublasLtApi, cublas_lt_sys::*};
 use super::super::error::Result;
+use super::epilogue::Epilogue;
 use std::{ffi::c_int, ptr, sync::Arc};
 
-/// GPU addresses of the scales and the bias of one matmul call, which must be set in cuBLASLt's
-/// descriptor before the call.
+/// The parts of one matmul call that contain GPU addresses, which must be set in cuBLASLt's
+/// descriptor before the call: scales and epilogue.
 #[derive(Clone, Copy)]
-pub(super) struct ScaleAndBiasPointers {
+pub(super) struct CallPointers {
     /// GPU addresses of the scales of `a` and `b`; `None` unless the operands are fp8.
     pub(super) scales: Option<[Address; 2]>,
-    pub(super) bias: Option<Address>,
+    pub(super) epilogue: Epilogue,
+    /// The number of elements from row to row in the epilogue's matrix.
+    pub(super) aux_stride: usize,
 }
 
-impl ScaleAndBiasPointers {
-    /// Returns true if the matmul has neither scales nor a bias.
+impl CallPointers {
+    /// Returns true if the matmul has neither scales nor an epilogue.
     pub(super) fn is_empty(self) -> bool {
-        self.scales.is_none() && self.bias.is_none()
+        self.scales.is_none() && self.epilogue == Epilogue::None
     }
 }
 
-/// cuBLASLt descriptor of a matmul: transposition of the operands, scales and bias.
+/// cuBLASLt descriptor of a matmul: transposition of the operands, scales and epilogue.
 pub(super) struct MatmulDescriptor {
     library: Arc<CublasLtApi>,
     pub(super) handle: cublasLtMatmulDesc_t,
 }
 
 impl MatmulDescriptor {
-    /// Creates cuBLASLt's descriptor of a matmul: transposition of the operands, scales and bias.
-    /// `transposed` states whether `a` and `b`, in this order, are transposed.
+    /// Creates cuBLASLt's descriptor of a matmul: transposition of the operands, scales and
+    /// epilogue. `transposed` states whether `a` and `b`, in this order, are transposed.
     pub(super) fn new(
         library: &Arc<CublasLtApi>,
         transposed: [bool; 2],
-        pointers: ScaleAndBiasPointers,
+        pointers: CallPointers,
     ) -> Result<Self> {
         use cublasLtMatmulDescAttributes_t::*;
         let (sums, scale_type) = (cublasComputeType_t::CUBLAS_COMPUTE_32F, cudaDataType_t::CUDA_R_32F);
@@ -42,10 +45,18 @@ impl MatmulDescriptor {
         let [a, b] = transposed.map(|transposed| c_int::from(transposed).to_ne_bytes());
         descriptor.set_attribute(CUBLASLT_MATMUL_DESC_TRANSA, &b)?;
         descriptor.set_attribute(CUBLASLT_MATMUL_DESC_TRANSB, &a)?;
-        if let Some(bias) = pointers.bias {
-            let epilogue = cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u32;
-            descriptor.set_attribute(CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue.to_ne_bytes())?;
-            descriptor.set_attribute(CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.to_ne_bytes())?;
+        let epilogue = pointers.epilogue;
+        if epilogue != Epilogue::None {
+            let kind = epilogue.kind() as u32;
+            descriptor.set_attribute(CUBLASLT_MATMUL_DESC_EPILOGUE, &kind.to_ne_bytes())?;
+        }
+        if let Some(vector) = epilogue.vector() {
+            descriptor.set_attribute(CUBLASLT_MATMUL_DESC_BIAS_POINTER, &vector.to_ne_bytes())?;
+        }
+        if let Some(aux) = epilogue.aux() {
+            let stride = pointers.aux_stride as i64;
+            descriptor.set_attribute(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &aux.to_ne_bytes())?;
+            descriptor.set_attribute(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &stride.to_ne_bytes())?;
         }
         if let Some([a, b]) = pointers.scales {
             descriptor.set_attribute(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &b.to_ne_bytes())?;

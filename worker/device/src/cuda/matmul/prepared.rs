@@ -158,7 +158,7 @@ impl PreparedMatmul {
     pub(in super::super) fn issue(&self, stream: CUstream) -> Result<()> {
         let PreparedMatmul { lt, matmul, plan, layouts, workspace, workspace_bytes } = self;
         // The plan's descriptor is shared between threads, so addresses need a separate one.
-        let pointers = matmul.scale_and_bias_pointers();
+        let pointers = matmul.call_pointers();
         let transposed = [matmul.a.transposed, matmul.b.transposed];
         let separate = (!pointers.is_empty())
             .then(|| MatmulDescriptor::new(&lt.library, transposed, pointers))

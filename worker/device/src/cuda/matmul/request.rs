@@ -2,7 +2,8 @@
 //! the algorithm for such requests is stored.
 use super::super::bindings::{Address, cublas_lt_sys::cudaDataType};
 use super::super::launch_log::log_non_kernel_call;
-use super::descriptors::ScaleAndBiasPointers;
+use super::descriptors::CallPointers;
+use super::epilogue::Epilogue;
 use crate::buffer::Dtype;
 use crate::fp8::Fp8Format;
 use std::ffi::c_int;
@@ -24,7 +25,7 @@ pub(in super::super) struct MatrixRef {
     pub(in super::super) transposed: bool,
 }
 
-/// A description of the matmul `c[m, n] (=|+=) a[m, k] · b[k, n] (+ bias[n])` for cuBLASLt.
+/// A description of the matmul `c[m, n] (=|+=) a[m, k] · b[k, n]` and its epilogue for cuBLASLt.
 /// Matrices are row-major unless they are transposed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in super::super) struct Matmul {
@@ -38,8 +39,8 @@ pub(in super::super) struct Matmul {
     pub(in super::super) output: Dtype,
     /// True if the matmul is added to `c`, false if it overwrites `c`.
     pub(in super::super) add: bool,
-    /// GPU address of the bias, a vector of the output's type. `None` if no bias is added.
-    pub(in super::super) bias: Option<Address>,
+    /// What is computed in addition, such as GELU. Must be `None` if `add` is true.
+    pub(in super::super) epilogue: Epilogue,
     /// The size that differs from call to call, if there is one.
     pub(in super::super) varying: Option<VaryingSize>,
 }
@@ -106,7 +107,9 @@ impl Matmul {
             types: self.cuda_types().map(|data_type| data_type as c_int),
             add: self.add,
             alignments: [self.a.at, self.b.at, self.c.at].map(compute_alignment),
-            bias: self.bias.map(compute_alignment),
+            epilogue: self.epilogue.kind() as u32,
+            epilogue_alignments: [self.epilogue.vector(), self.epilogue.aux()]
+                .map(|at| at.map(compute_alignment)),
         }
     }
 
@@ -133,8 +136,8 @@ impl Matmul {
             cudaDataType::CUDA_R_8F_E5M2 => "e5m2",
             _ => "f32",
         });
-        let accumulate = if self.add { ", accumulating" } else { "" };
-        format!("matmul {} × {} × {} ({a} · {b} → {c}{accumulate})", self.m, self.n, self.k)
+        let suffix = if self.add { ", accumulating" } else { self.epilogue.describe() };
+        format!("matmul {} × {} × {} ({a} · {b} → {c}{suffix})", self.m, self.n, self.k)
     }
 
     /// Returns CUDA's numbers for the element types of the two operands `a` and `b` and of the
@@ -155,9 +158,10 @@ impl Matmul {
         [a, b, cuda_type(self.output)]
     }
 
-    /// Returns the addresses of this matmul's scales and bias, which may differ from call to call.
-    pub(super) fn scale_and_bias_pointers(&self) -> ScaleAndBiasPointers {
-        ScaleAndBiasPointers { scales: self.inputs.scales(), bias: self.bias }
+    /// Returns the epilogue and the addresses of scales, which may differ from call to call.
+    pub(super) fn call_pointers(&self) -> CallPointers {
+        let (scales, epilogue, aux_stride) = (self.inputs.scales(), self.epilogue, self.c.stride);
+        CallPointers { scales, epilogue, aux_stride }
     }
 }
 
@@ -187,8 +191,10 @@ pub(super) struct Key {
     pub(super) add: bool,
     /// Alignments of `a`, `b` and `c`, in bytes.
     pub(super) alignments: [u32; 3],
-    /// Alignment of the bias, in bytes, if there is one.
-    pub(super) bias: Option<u32>,
+    /// cuBLASLt's number of the epilogue.
+    pub(super) epilogue: u32,
+    /// Alignments of the epilogue's vector and matrix, in bytes, if it has them.
+    pub(super) epilogue_alignments: [Option<u32>; 2],
 }
 
 /// Returns the largest power of two that divides the address `at`, but at most [`MAX_ALIGNMENT`].
@@ -213,7 +219,7 @@ mod tests {
             inputs: OperandFormat::Same(Dtype::Bf16),
             output: Dtype::Bf16,
             add: false,
-            bias: None,
+            epilogue: Epilogue::None,
             varying,
         };
         let key = |m, at| matmul(m, at, Some(VaryingSize::M)).plan_key();
