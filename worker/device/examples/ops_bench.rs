@@ -354,7 +354,7 @@ impl<'a> TrainingStepBench<'a> {
         let layers = self.layers.iter_mut().flat_map(|l| l.norms.iter_mut().chain(&mut l.matrices));
         for p in layers.chain([&mut self.head]) {
             let (avg, avg_sq) = (p.avg.view_mut(), p.avg_sq.view_mut());
-            self.cpu.adamw(p.w.view_mut(), p.dw.view(), avg, avg_sq, &h);
+            self.cpu.adamw(p.w.view_mut(), None, p.dw.view(), avg, avg_sq, &h);
         }
     }
 }
@@ -594,7 +594,7 @@ impl OpsBench<'_> {
         };
         m.host_slice_mut().fill(0.0);
         self.report_bytes("adamw", 7 * len, || {
-            cpu.adamw(p.view_mut(), g.view(), m.view_mut(), v.view_mut(), &h);
+            cpu.adamw(p.view_mut(), None, g.view(), m.view_mut(), v.view_mut(), &h);
         });
     }
 }

@@ -211,7 +211,7 @@ pub fn require_compatible(ckpt: &Checkpoint, units: &[ParamUnit], optimizer: &Op
 pub fn sync_loaded_replicas(ready: &mut UninitializedTrainer) -> Result<()> {
     let (engine, optimizer) = (&mut ready.trainer.engine, &mut ready.trainer.optimizer);
     for u in 0..engine.shards.len() {
-        engine.start_updated_param_gather(u);
+        engine.start_updated_param_gather(u, false);
         if !engine.policy.shard_optimizer {
             sync_replicated_states(ready.trainer.ops.as_ref(), engine, optimizer, u)?;
         }

@@ -25,7 +25,7 @@ use jobspec::{OffloadTarget, OptimizerSpec};
 use state_staging::StateStagingBuffers;
 use std::{collections::HashMap, io, ops::Range, path::PathBuf};
 use stochastic_bf16::{StochasticUpdate, update_in_f32};
-use update_rule::UpdateInputs;
+use update_rule::{ElementwiseUpdate, UpdateInputs};
 
 /// The name, the optimizer settings and the parameter names of one parameter group, in the form in
 /// which checkpoints store them.
@@ -274,8 +274,18 @@ impl Optimizer {
         }
     }
 
+    /// Returns whether [`Optimizer::update_unit`] can also write the updated parameters of `unit`,
+    /// number `u`, rounded to 16 bits.
+    pub fn can_round_unit(&self, u: usize, unit: &ParamUnit) -> bool {
+        let can_round =
+            |i: usize| matches!(self.params[u][i].method.update, ElementwiseUpdate::WithRounding(_));
+        (0..unit.params.len()).all(|i| !unit.is_trained(i) || can_round(i))
+    }
+
     /// Updates this rank's parameters of the parameter unit `u` (tensors that are gathered
-    /// together) and their optimizer states by one optimizer step.
+    /// together) and their optimizer states by one optimizer step. If `rounded` is given, also
+    /// writes the updated parameters to it, rounded to its type, which requires
+    /// [`Optimizer::can_round_unit`].
     ///
     /// If [`Optimizer::needs_whole_gradient`] is true, [`Optimizer::prepare_whole_tensor_gradient`]
     /// must have changed `grad`, and `whole_grad` must be the changed gradient of the unit's
@@ -285,7 +295,7 @@ impl Optimizer {
         ops: &dyn Ops,
         u: usize,
         unit: &ParamUnit,
-        mut params: ViewMut,
+        (mut params, mut rounded): (ViewMut, Option<ViewMut>),
         grad: View,
         whole_grad: View,
         step: StepInputs,
@@ -298,7 +308,9 @@ impl Optimizer {
         let mut states = self.staging.fetch_to_device(ops, u, &mut self.units[u]);
         let mut at = 0;
         for seg in unit.list_trained_segments(range.clone()) {
-            let p = params.slice_mut(seg.flat.start - range.start..seg.flat.end - range.start);
+            let updated = seg.flat.start - range.start..seg.flat.end - range.start;
+            let p = params.slice_mut(updated.clone());
+            let mut rounded = rounded.as_mut().map(|rounded| rounded.slice_mut(updated));
             let r = at..at + seg.flat.len();
             at = r.end;
             let param = &self.params[u][seg.param];
@@ -313,7 +325,12 @@ impl Optimizer {
                 direction.as_ref().map_or_else(|| grad.slice(r), |d| d.view().slice(seg.elements.clone()));
             let mut states = states.select_sharded_states(seg.param);
             update_in_f32(&mut self.rounding, ops, (u, &seg), step.step, p, |p, piece| {
-                update(ops, p, g.slice(piece.clone()), states.slice_mut(piece), &inputs);
+                let rounded = rounded.as_mut().map(|rounded| rounded.slice_mut(piece.clone()));
+                let (g, states) = (g.slice(piece.clone()), states.slice_mut(piece));
+                match update {
+                    ElementwiseUpdate::InPlace(update) => update(ops, p, g, states, &inputs),
+                    ElementwiseUpdate::WithRounding(update) => update(ops, p, rounded, g, states, &inputs),
+                }
             });
         }
     }

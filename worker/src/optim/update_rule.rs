@@ -37,8 +37,23 @@ pub(crate) struct UpdateMethod {
 
 /// A function that updates consecutive elements `p` of a parameter and the optimizer states of
 /// these elements. `g` is the gradient or the direction of these elements.
-pub(super) type ElementwiseUpdate =
-    fn(ops: &dyn Ops, p: ViewMut, g: View, states: StateViews, inputs: &UpdateInputs<'_>);
+#[derive(Clone, Copy)]
+pub(crate) enum ElementwiseUpdate {
+    /// Updates the elements in place.
+    InPlace(fn(ops: &dyn Ops, p: ViewMut, g: View, states: StateViews, inputs: &UpdateInputs<'_>)),
+    /// Updates the elements in place and, if `rounded` is given, also writes them to it, rounded to
+    /// its type.
+    WithRounding(
+        fn(
+            ops: &dyn Ops,
+            p: ViewMut,
+            rounded: Option<ViewMut>,
+            g: View,
+            states: StateViews,
+            inputs: &UpdateInputs<'_>,
+        ),
+    ),
+}
 
 /// A computation, such as Muon's orthogonalization, that derives the direction of an update from
 /// the gradient of a whole tensor.

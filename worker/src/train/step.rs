@@ -510,18 +510,18 @@ impl Trainer {
         let grad = gradient.largest_part();
         let whole = self.gather_whole_tensor_gradient(u, grad, step_params)?;
         let whole_grad = whole.as_ref().map_or(grad.view(), Buf::view);
-        let base = self.engine.resident_range(u).start;
         let range = self.optimizer.states(u).range.clone();
         let (unit, optimizer) = (&self.engine.shards[u].unit, &mut self.optimizer);
-        self.engine.with_resident_params(u, |params| {
-            let p = params.view_mut().slice(range.start - base..range.end - base);
-            optimizer.update_unit(ops.as_ref(), u, unit, p, grad.view(), whole_grad, step_params);
+        let can_round = optimizer.can_round_unit(u, unit);
+        let is_rounded = self.engine.update_params(u, range, can_round, |params| {
+            optimizer.update_unit(ops.as_ref(), u, unit, params, grad.view(), whole_grad, step_params);
         });
         self.optimizer.write_back_states(ops.as_ref(), u);
         self.engine.recycle_gradient(u, gradient);
         match replicated {
+            true if is_rounded => {}
             true => self.engine.refresh_compute_copy(u),
-            false => self.engine.start_updated_param_gather(u),
+            false => self.engine.start_updated_param_gather(u, is_rounded),
         }
         Ok(())
     }

@@ -253,6 +253,30 @@ impl ZeroEngine {
         f(&mut self.lock_resident_params_mut(u))
     }
 
+    /// Calls the function `update` with the parameters of unit `u` in the flat range `range`, which
+    /// the optimizer updates. If `can_round` is true and this rank stores a 16-bit copy of exactly
+    /// these parameters, also passes that part of the copy, which `update` must then overwrite.
+    /// Returns whether it was passed.
+    pub fn update_params(
+        &self,
+        u: usize,
+        range: Range<usize>,
+        can_round: bool,
+        update: impl FnOnce((ViewMut, Option<ViewMut>)),
+    ) -> bool {
+        let (shard, resident, computed) =
+            (&self.shards[u], self.resident_range(u), self.range_of_compute_copy(u));
+        let copied = resident.start.max(computed.start)..resident.end.min(computed.end);
+        let within = |stored: &Range<usize>| range.start - stored.start..range.end - stored.start;
+        let mut params = lock_for_writing(&shard.params);
+        let copy = shard.compute_copy.as_ref().filter(|_| can_round && copied == range);
+        let mut copy = copy.map(lock_for_writing);
+        let rounded = copy.as_mut().map(|copy| copy.view_mut().slice(within(&computed)));
+        let is_rounded = rounded.is_some();
+        update((params.view_mut().slice(within(&resident)), rounded));
+        is_rounded
+    }
+
     /// Returns a read lock on the parameters of unit `u` (tensors that are gathered together) that
     /// this rank stores for the optimizer.
     pub fn lock_resident_params(&self, u: usize) -> RwLockReadGuard<'_, Buf> {
@@ -417,12 +441,16 @@ impl ZeroEngine {
 
     /// Starts to distribute the updated shards of parameter unit `u` (tensors that are gathered
     /// together) among the ranks that store the whole unit.
-    /// [`ZeroEngine::wait_for_updated_param_gathers`] waits for the result.
+    /// [`ZeroEngine::wait_for_updated_param_gathers`] waits for the result. `is_rounded` states
+    /// whether this rank's 16-bit copy of its shard contains the updated values already.
     ///
     /// Collective: every rank must call it.
-    pub fn start_updated_param_gather(&mut self, u: usize) {
+    pub fn start_updated_param_gather(&mut self, u: usize, is_rounded: bool) {
         if self.policy.shard_parameters || self.world == 1 {
-            return self.refresh_compute_copy(u);
+            if !is_rounded {
+                self.refresh_compute_copy(u);
+            }
+            return;
         }
         let (shards, ops, owned) = (self.shards.clone(), self.ops.clone(), self.owned_range(u));
         let (resident, computed) = (self.resident_range(u), self.range_of_compute_copy(u));
@@ -431,7 +459,9 @@ impl ZeroEngine {
         self.pending_param_gathers.push(self.queue.submit(move |comm: &dyn Comm| {
             let (s, buffers) = (&shards[u], &mut lock_ignoring_poison(&buffers));
             if stores_shard_only {
-                s.refresh_compute_copy(ops.as_ref(), resident, computed.clone());
+                if !is_rounded {
+                    s.refresh_compute_copy(ops.as_ref(), resident, computed.clone());
+                }
                 return s.gather_shards_in_place(
                     comm,
                     ops.as_ref(),

@@ -1,5 +1,5 @@
-//! Tests on the emulated GPU that training computes several operations in one kernel: GELU
-//! and bias gradients in the epilogues of matmuls. The tests count
+//! Tests on the emulated GPU that training computes several operations in one kernel: rounding in
+//! the update of AdamW, and GELU and bias gradients in the epilogues of matmuls. The tests count
 //! calls, so each runs in a separate process.
 use crate::call_counts::call_count;
 use crate::common::*;
@@ -34,6 +34,24 @@ fn train_and_count(spec: &TrainSpec, has_epilogues: bool) -> (LossCurve, [i64; 2
         counts = [after[0] - before[0], after[1] - before[1]];
     }
     (curve, counts)
+}
+
+#[test]
+fn adamw_rounds_parameters_in_its_kernel() {
+    if !is_own_process("cuda_fused_kernels::adamw_rounds_parameters_in_its_kernel") {
+        return;
+    }
+    let with_optimizer = |name, precision| {
+        let mut spec = create_llama_train_spec(0, precision);
+        spec.optimizer.name = name;
+        train_and_count(&spec, false).1[0]
+    };
+    // In fp32, no optimizer has parameters to round. In bf16, Lion rounds each unit (the embedding,
+    // two layers and the head) with one more kernel, and AdamW with none.
+    let difference = |precision| {
+        with_optimizer(OptimizerName::Lion, precision) - with_optimizer(OptimizerName::Adamw, precision)
+    };
+    assert_eq!([Precision::Fp32, Precision::Bf16].map(difference), [0, 4]);
 }
 
 #[test]

@@ -380,9 +380,12 @@ pub(super) fn compare_vectors_and_optimizers(backends: &Backends, seed: u64, n: 
         make_f32_buffer(square(rng.draw_vector(n))),
         make_f32_buffer(rng.draw_vector(n)),
         make_f32_buffer(rng.draw_vector(n)),
+        make_buffer_of_tested_type(make_nan_values(n)),
     ];
-    errors +=
-        backends.compare(&format!("optimizers {n}"), buffers, |ops, [p, g, avg, avg_sq, momentum, q]| {
+    errors += backends.compare(
+        &format!("optimizers {n}"),
+        buffers,
+        |ops, [p, g, avg, avg_sq, momentum, q, rounded]| {
             for (step, beta1) in [(1, 0.9), (2, 0.3)] {
                 let h = AdamWHyperparams {
                     lr: 1e-2,
@@ -393,7 +396,8 @@ pub(super) fn compare_vectors_and_optimizers(backends: &Backends, seed: u64, n: 
                     step,
                     grad_scale: 0.5,
                 };
-                ops.adamw(p.view_mut(), g.view(), avg.view_mut(), avg_sq.view_mut(), &h);
+                let rounded = Some(rounded.view_mut());
+                ops.adamw(p.view_mut(), rounded, g.view(), avg.view_mut(), avg_sq.view_mut(), &h);
                 let h = LionHyperparams { lr: 1e-3, beta1, beta2: 0.99, weight_decay: 0.1, grad_scale: 2.0 };
                 ops.lion(q.view_mut(), g.view(), avg.view_mut(), &h);
                 let h = SgdHyperparams { lr: 1e-2, momentum: 0.9, weight_decay: 0.01, grad_scale: 1.5 };
@@ -401,7 +405,8 @@ pub(super) fn compare_vectors_and_optimizers(backends: &Backends, seed: u64, n: 
                 let h = SgdHyperparams { momentum: 0.0, weight_decay: 0.0, ..h };
                 ops.sgd(q.view_mut(), g.view(), momentum.view_mut().slice(0..0), &h);
             }
-        })?;
+        },
+    )?;
     errors += compare_copies_and_rare_vector_ops(backends, &mut rng, n)?;
     errors += compare_stochastic_rounding(backends, &mut rng, n)?;
     Ok(errors)

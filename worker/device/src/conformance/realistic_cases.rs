@@ -141,7 +141,7 @@ fn compare_large_tensors(backends: &Backends, divisor: usize) -> CaseResult {
     errors +=
         compare_last_rows(backends, "large AdamW", rows(8_400), tensors, |ops, [p, g, avg, avg_sq], _| {
             ops.fill_with_zeros(avg_sq.view_mut());
-            ops.adamw(p.view_mut(), g.view(), avg.view_mut(), avg_sq.view_mut(), &hyper);
+            ops.adamw(p.view_mut(), None, g.view(), avg.view_mut(), avg_sq.view_mut(), &hyper);
         })?;
     Ok(errors)
 }

@@ -9,7 +9,7 @@ use super::simd::{LANES, Simd, load_lanes, store_lanes};
 use crate::buffer::{View, ViewMut};
 use crate::ops::{
     AdamWCoefficients, AdamWHyperparams, LionCoefficients, LionHyperparams, OptimizerOps, SgdHyperparams,
-    expect_lens,
+    VectorOps, expect_lens,
 };
 
 /// Returns an `f32` vector, which an optimizer updates, as a matrix with one element per row, so
@@ -19,16 +19,30 @@ fn to_single_element_rows(x: ViewMut<'_>) -> SliceRows<'_, f32> {
 }
 
 impl OptimizerOps for Cpu {
-    fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, hyper: &AdamWHyperparams) {
+    fn adamw(
+        &self,
+        mut p: ViewMut,
+        rounded: Option<ViewMut>,
+        g: View,
+        exp_avg: ViewMut,
+        exp_avg_sq: ViewMut,
+        hyper: &AdamWHyperparams,
+    ) {
         let len = p.len();
         let (avg, avg_sq) = (("exp_avg", exp_avg.len(), len), ("exp_avg_sq", exp_avg_sq.len(), len));
         expect_lens("adamw", [("g", g.len(), len), avg, avg_sq]);
         let (g, scalars) = (g.host_slice(), hyper.compute_coefficients());
-        let outputs =
-            (to_single_element_rows(p), to_single_element_rows(exp_avg), to_single_element_rows(exp_avg_sq));
+        let outputs = (
+            to_single_element_rows(p.reborrow()),
+            to_single_element_rows(exp_avg),
+            to_single_element_rows(exp_avg_sq),
+        );
         self.run_over_output_rows(len, 1, outputs, |r, (p, avg, avg_sq)| {
             adamw_range(self.instruction_set, p, &g[r], avg, avg_sq, scalars);
         });
+        if let Some(rounded) = rounded {
+            self.cast(rounded, p.into_view());
+        }
     }
 
     fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, hyper: &SgdHyperparams) {

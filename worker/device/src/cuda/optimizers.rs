@@ -16,14 +16,25 @@ unsafe impl KernelArg for AdamWCoefficients {}
 unsafe impl KernelArg for LionCoefficients {}
 
 impl OptimizerOps for Cuda {
-    fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, hyper: &AdamWHyperparams) {
+    fn adamw(
+        &self,
+        p: ViewMut,
+        rounded: Option<ViewMut>,
+        g: View,
+        exp_avg: ViewMut,
+        exp_avg_sq: ViewMut,
+        hyper: &AdamWHyperparams,
+    ) {
         let len = p.len();
+        let rounded_len = rounded.as_ref().map_or(len, ViewMut::len);
+        expect_lens("adamw", [("rounded", rounded_len, len)]);
         let (avg, avg_sq) = (("exp_avg", exp_avg.len(), len), ("exp_avg_sq", exp_avg_sq.len(), len));
         expect_lens("adamw", [("g", g.len(), len), avg, avg_sq]);
         let [avg, avg_sq] = [exp_avg, exp_avg_sq].map(|s| f32_gpu_address(s.as_view()));
+        let rounded = rounded.as_ref().map_or(TensorArg::NONE, TensorArg::from);
         let (p, g, scalars) = (TensorArg::from(&p), TensorArg::from(g), hyper.compute_coefficients());
-        let work = LaunchSize::ElementsBy8(len);
-        self.launch(ELEMENTWISE_SOURCE, c"adamw", work, &[&p, &g, &avg, &avg_sq, &len, &scalars]);
+        let arguments: [&dyn KernelArg; 7] = [&p, &rounded, &g, &avg, &avg_sq, &len, &scalars];
+        self.launch(ELEMENTWISE_SOURCE, c"adamw", LaunchSize::ElementsBy8(len), &arguments);
     }
 
     fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, hyper: &SgdHyperparams) {

@@ -4,8 +4,17 @@ use crate::buffer::{View, ViewMut};
 /// Ops for optimizers: updates of AdamW, SGD and Lion, and Muon's momentum.
 pub trait OptimizerOps {
     /// Updates the parameters `p` and the two AdamW moments `exp_avg` and `exp_avg_sq` with one
-    /// AdamW step, from the gradient `g`.
-    fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, hyper: &AdamWHyperparams);
+    /// AdamW step, from the gradient `g`. If `rounded` is given, also writes the updated parameters
+    /// to it, rounded to the nearest value of its type.
+    fn adamw(
+        &self,
+        p: ViewMut,
+        rounded: Option<ViewMut>,
+        g: View,
+        exp_avg: ViewMut,
+        exp_avg_sq: ViewMut,
+        hyper: &AdamWHyperparams,
+    );
     /// Updates the parameters `p` with one SGD step, from the gradient `g`. Also updates
     /// `momentum_buffer`, which must be empty if the momentum is 0.
     fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, hyper: &SgdHyperparams);

@@ -143,7 +143,7 @@ static inline Work kernel_work(const std::string& name, const unsigned (&grid)[3
     if (is("flash_forward") || is("hopper_forward")) return attention_kernel(name, a, 4);
     if (is("flash_backward") || is("hopper_backward")) return attention_kernel(name, a, 6);
     if (is("attention_delta")) return {"attention", transfer_ns(rows * 32 * grid[1] * grid[2] * a.member(3, 3) * 2 * a.size(1))};
-    if (is("adamw")) return {"optimizer", transfer_ns(a.integer(4) * (2 * a.size(0) + a.size(1) + 16))};
+    if (is("adamw")) return {"optimizer", transfer_ns(a.integer(5) * (2 * a.size(0) + a.size(1) + a.size(2) + 16))};
     if (is("sgd") || is("lion")) return {"optimizer", transfer_ns(a.integer(3) * (2 * a.size(0) + a.size(1) + 8))};
     if (is("sum_squares_by_block")) return {"optimizer", transfer_ns(a.integer(2) * a.size(1))};
     if (is("cross_entropy")) return {"classifier", transfer_ns(rows * a.integer(3) * (8 + (a.integer(6) < 0 ? 0 : a.integer(6) == 0 ? 4 : 2)))};

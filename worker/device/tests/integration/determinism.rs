@@ -407,7 +407,7 @@ fn flat_vector_ops_give_the_same_bits() {
         cpu.sum_squares_by_block(&mut norms, sum.view());
         let norms = norms.iter().flat_map(|n| [n.to_bits() as u32, (n.to_bits() >> 32) as u32]).collect();
         let (mut pp, mut pa, mut pb) = (place(&p), place(&a), place(&b));
-        cpu.adamw(pp.view_mut(), x.view(), pa.view_mut(), pb.view_mut(), &ADAMW);
+        cpu.adamw(pp.view_mut(), None, x.view(), pa.view_mut(), pb.view_mut(), &ADAMW);
         let (mut ps, mut pm) = (place(&p), place(&a));
         cpu.sgd(ps.view_mut(), x.view(), pm.view_mut(), &SGD);
         vec![sum.bits(), norms, pp.bits(), pa.bits(), pb.bits(), ps.bits(), pm.bits()]
@@ -426,7 +426,7 @@ fn optimizer_updates_do_not_depend_on_the_position() {
     let run = |from: usize, to: usize| {
         let (mut p1, mut a1, mut b1) = (p[from..to].to_vec(), a[from..to].to_vec(), b[from..to].to_vec());
         let gv: View = (&g[from..to]).into();
-        cpu.adamw((&mut p1[..]).into(), gv, (&mut a1[..]).into(), (&mut b1[..]).into(), &ADAMW);
+        cpu.adamw((&mut p1[..]).into(), None, gv, (&mut a1[..]).into(), (&mut b1[..]).into(), &ADAMW);
         let (mut p2, mut m2) = (p[from..to].to_vec(), a[from..to].to_vec());
         cpu.sgd((&mut p2[..]).into(), gv, (&mut m2[..]).into(), &SGD);
         [p1, a1, b1, p2, m2]

@@ -43,7 +43,14 @@ fn adamw_updates_equal_torchs_arithmetic() {
                     step,
                     grad_scale,
                 };
-                cpu.adamw((&mut p[..]).into(), (&g[..]).into(), (&mut m[..]).into(), (&mut v[..]).into(), &h);
+                cpu.adamw(
+                    (&mut p[..]).into(),
+                    None,
+                    (&g[..]).into(),
+                    (&mut m[..]).into(),
+                    (&mut v[..]).into(),
+                    &h,
+                );
                 for i in 0..len {
                     update_as_torch_adamw(&mut p1[i], g[i], &mut m1[i], &mut v1[i], &h);
                 }
@@ -72,7 +79,7 @@ fn ten_adamw_steps_match_the_update_rule_in_f64() {
             step,
             grad_scale: 1.0,
         };
-        cpu.adamw((&mut p[..]).into(), (&g[..]).into(), (&mut m[..]).into(), (&mut v[..]).into(), &h);
+        cpu.adamw((&mut p[..]).into(), None, (&g[..]).into(), (&mut m[..]).into(), (&mut v[..]).into(), &h);
         for ([p, m, v], g) in exact.iter_mut().zip(&g) {
             let g = f64::from(*g);
             *p -= h.lr * h.weight_decay * *p;
@@ -178,6 +185,7 @@ fn vectors_of_different_lengths_are_rejected() {
     };
     Cpu::new(1).adamw(
         (&mut p[..]).into(),
+        None,
         (&[0.0; 3][..]).into(),
         (&mut m[..]).into(),
         (&mut v[..]).into(),

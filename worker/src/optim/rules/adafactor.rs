@@ -5,7 +5,7 @@
 //! `relative_step=False` and `warmup_init=False`: the job's learning rate applies unchanged.
 use crate::optim::{
     unit_states::StateViews,
-    update_rule::{UpdateInputs, UpdateMethod, UpdateRule, WholeTensorUpdate},
+    update_rule::{ElementwiseUpdate, UpdateInputs, UpdateMethod, UpdateRule, WholeTensorUpdate},
 };
 use ckpt::TensorRole;
 use device::{Buf, Dtype, Ops, View, ViewMut};
@@ -23,7 +23,7 @@ impl UpdateRule for Adafactor {
     }
 
     fn select_method(&self, _: &[usize], _: bool) -> UpdateMethod {
-        UpdateMethod { direction: Some(&Adafactor), update }
+        UpdateMethod { direction: Some(&Adafactor), update: ElementwiseUpdate::InPlace(update) }
     }
 }
 

@@ -1,7 +1,7 @@
 //! The optimizer AdamW (Loshchilov and Hutter, 2019).
 use crate::optim::{
     unit_states::StateViews,
-    update_rule::{UpdateInputs, UpdateMethod, UpdateRule},
+    update_rule::{ElementwiseUpdate, UpdateInputs, UpdateMethod, UpdateRule},
 };
 use ckpt::TensorRole;
 use device::{Ops, View, ViewMut, ops::AdamWHyperparams};
@@ -18,18 +18,20 @@ impl UpdateRule for AdamW {
     fn select_method(&self, _: &[usize], _: bool) -> UpdateMethod {
         UpdateMethod {
             direction: None,
-            update: |ops, p, g, states, inputs| {
-                update_with_moments(ops, p, g, states, [TensorRole::ExpAvg, TensorRole::ExpAvgSq], inputs);
-            },
+            update: ElementwiseUpdate::WithRounding(|ops, p, rounded, g, states, inputs| {
+                let roles = [TensorRole::ExpAvg, TensorRole::ExpAvgSq];
+                update_with_moments(ops, (p, rounded), g, states, roles, inputs);
+            }),
         }
     }
 }
 
 /// Applies AdamW's update to a part of a parameter and to the corresponding part of its first and
-/// second moments. `roles` are the roles of the first and the second moment.
+/// second moments. `roles` are the roles of the first and the second moment. If `rounded` is given,
+/// also writes the updated part of the parameter to it, rounded to its type.
 pub(super) fn update_with_moments(
     ops: &dyn Ops,
-    p: ViewMut,
+    (p, rounded): (ViewMut, Option<ViewMut>),
     g: View,
     mut states: StateViews,
     roles: [TensorRole; 2],
@@ -40,5 +42,5 @@ pub(super) fn update_with_moments(
         (inputs.group.betas, inputs.group.eps, inputs.group.weight_decay);
     let h = AdamWHyperparams { lr, beta1, beta2, eps, weight_decay, step, grad_scale };
     let [exp_avg, exp_avg_sq] = roles.map(|role| states.take_state(role));
-    ops.adamw(p, g, exp_avg, exp_avg_sq, &h);
+    ops.adamw(p, rounded, g, exp_avg, exp_avg_sq, &h);
 }

@@ -1,7 +1,7 @@
 //! The optimizer Lion (Chen and others, 2023).
 use crate::optim::{
     unit_states::StateViews,
-    update_rule::{UpdateInputs, UpdateMethod, UpdateRule},
+    update_rule::{ElementwiseUpdate, UpdateInputs, UpdateMethod, UpdateRule},
 };
 use ckpt::TensorRole;
 use device::{Ops, View, ViewMut, ops::LionHyperparams};
@@ -17,7 +17,7 @@ impl UpdateRule for Lion {
     }
 
     fn select_method(&self, _: &[usize], _: bool) -> UpdateMethod {
-        UpdateMethod { direction: None, update }
+        UpdateMethod { direction: None, update: ElementwiseUpdate::InPlace(update) }
     }
 }
 

@@ -7,7 +7,7 @@
 use super::adamw;
 use crate::optim::{
     unit_states::StateViews,
-    update_rule::{UpdateInputs, UpdateMethod, UpdateRule, WholeTensorUpdate},
+    update_rule::{ElementwiseUpdate, UpdateInputs, UpdateMethod, UpdateRule, WholeTensorUpdate},
 };
 use ckpt::TensorRole;
 use device::{Buf, Dtype, Ops, View, ViewMut, ops::WriteMode};
@@ -36,13 +36,15 @@ impl UpdateRule for Muon {
 
     fn select_method(&self, shape: &[usize], is_in_layer: bool) -> UpdateMethod {
         match is_in_layer && shape.len() == 2 {
-            true => UpdateMethod { direction: Some(&Muon), update: update_matrix },
+            true => {
+                UpdateMethod { direction: Some(&Muon), update: ElementwiseUpdate::InPlace(update_matrix) }
+            }
             false => UpdateMethod {
                 direction: None,
-                update: |ops, p, g, states, inputs| {
+                update: ElementwiseUpdate::WithRounding(|ops, p, rounded, g, states, inputs| {
                     let roles = [TensorRole::Momentum, TensorRole::ExpAvgSq];
-                    adamw::update_with_moments(ops, p, g, states, roles, inputs);
-                },
+                    adamw::update_with_moments(ops, (p, rounded), g, states, roles, inputs);
+                }),
             },
         }
     }

@@ -1,7 +1,7 @@
 //! The optimizer SGD: stochastic gradient descent with momentum.
 use crate::optim::{
     unit_states::StateViews,
-    update_rule::{UpdateInputs, UpdateMethod, UpdateRule},
+    update_rule::{ElementwiseUpdate, UpdateInputs, UpdateMethod, UpdateRule},
 };
 use ckpt::TensorRole;
 use device::{Ops, View, ViewMut, ops::SgdHyperparams};
@@ -17,7 +17,7 @@ impl UpdateRule for Sgd {
     }
 
     fn select_method(&self, _: &[usize], _: bool) -> UpdateMethod {
-        UpdateMethod { direction: None, update }
+        UpdateMethod { direction: None, update: ElementwiseUpdate::InPlace(update) }
     }
 }
 

@@ -138,8 +138,9 @@ struct AdamWScalars {
     i64 from_end;
 };
 
-// Updates parameters and both moments with AdamW.
-KERNEL adamw(Tensor p, Tensor g, float* avg, float* avg_sq, i64 n, AdamWScalars h) {
+// Updates parameters and both moments with AdamW. If `rounded` is present, also writes the new
+// parameters to it, rounded to its type.
+KERNEL adamw(Tensor p, Tensor rounded, Tensor g, float* avg, float* avg_sq, i64 n, AdamWScalars h) {
     FOR_EACH_VECTOR(i, n) {
         float param[8], grad[8], m[8], v[8];
         load_8(param, p, i, n - i);
@@ -156,6 +157,7 @@ KERNEL adamw(Tensor p, Tensor g, float* avg, float* avg_sq, i64 n, AdamWScalars 
         store_8(f32_tensor(avg), i, n - i, m);
         store_8(f32_tensor(avg_sq), i, n - i, v);
         store_8(p, i, n - i, param);
+        if (rounded.at) store_8(rounded, i, n - i, param);
     }
 }
 
