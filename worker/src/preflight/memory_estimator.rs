@@ -56,7 +56,7 @@ impl MemoryEstimator<'_> {
         let policy = ShardingPolicy::for_job(self.train);
         let mut parts = self.list_memory_of_any_device(policy, rank as usize);
         parts.extend(match self.job.cluster.trains_on_gpus() {
-            true => self.list_gpu_only_memory(),
+            true => self.list_gpu_only_memory(policy, rank as usize),
             false => self.list_cpu_only_memory(policy, rank as usize),
         });
         let mut parts: Vec<(String, u64)> =
@@ -125,7 +125,7 @@ impl MemoryEstimator<'_> {
 
     /// Lists the memory that a rank needs on a GPU but not on CPUs, as purposes, each with its
     /// bytes.
-    fn list_gpu_only_memory(&self) -> Vec<(&'static str, u64)> {
+    fn list_gpu_only_memory(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
         let (b, t) = self.micro_batch_shape();
         let has_own_gpu = self.job.cluster.workers_per_gpu <= 1;
         let uses_nccl = match self.job.cluster.comm_backend {
@@ -133,7 +133,9 @@ impl MemoryEstimator<'_> {
             CommBackend::Nccl => true,
             CommBackend::Host => false,
         };
+        let reduced = if uses_nccl { self.count_reduction_buffer_elements(policy, rank) } else { 0 };
         vec![
+            ("gradients of other ranks", 4 * reduced),
             ("logits and operator workspace", self.count_gpu_workspace_bytes(b, t)),
             ("CUDA context and kernels", CUDA_CONTEXT_BYTES),
             ("NCCL buffers", if uses_nccl { NCCL_BYTES } else { 0 }),

@@ -15,6 +15,7 @@ use super::{
     owner_collectives::ExchangeBuffers,
     param_dtypes::{ParamDtypes, casts_params_on_gather},
     reduced_gradient::ReducedGradient,
+    two_level_reduction::HostGroups,
     unit_shard::{UnitShard, lock_for_reading, lock_for_writing},
 };
 use crate::params::ParamUnit;
@@ -69,6 +70,8 @@ pub struct ZeroEngine {
     /// be written.
     micro_batch_sums_pool: Arc<Mutex<Vec<(MicroBatchSums, Event)>>>,
     exchange: Arc<Mutex<ExchangeBuffers>>,
+    /// The distribution of ranks over hosts, if gradients are reduced in two levels.
+    host_groups: Option<HostGroups>,
     /// The fetches of this pass that have not happened yet, in order.
     upcoming: VecDeque<PlannedFetch>,
     /// The units of upcoming fetches whose gather has not started.
@@ -115,6 +118,11 @@ impl ZeroEngine {
         let shards = units.into_iter().map(|unit| UnitShard::new(unit, policy, weights, &queue, &*ops));
         let shards = Arc::new(shards.collect::<Result<Vec<_>>>()?);
         let cast_buffer = Arc::new(Mutex::new(ops.zeroed(dtype, 0)));
+        // Transports between host memories exchange pieces inside a host without copies. In the
+        // order of arrival, sums of hosts are not nodes of the tree.
+        let is_in_two_levels = queue.comm().has_native_reduce_scatter() && !policy.sums_in_arrival_order;
+        let host_groups =
+            is_in_two_levels.then(|| HostGroups::find(&queue.comm().list_rank_hosts())).flatten();
         Ok(ZeroEngine {
             shards,
             policy,
@@ -131,6 +139,7 @@ impl ZeroEngine {
             gradient_pool: Arc::new(Mutex::new(BufferPool::new(Dtype::F32, "gradients"))),
             micro_batch_sums_pool: Arc::default(),
             exchange: Arc::default(),
+            host_groups,
             upcoming: VecDeque::new(),
             gather_queue: VecDeque::new(),
             retained: Mutex::default(),

@@ -48,8 +48,13 @@ impl MicroBatchRange {
 /// Splits a range of micro-batches into the fewest parts that each are a whole subtree of the
 /// binary tree in which gradients are summed.
 pub fn split_into_tree_ranges(range: std::ops::Range<usize>) -> Vec<MicroBatchRange> {
+    merge_tree_ranges(range.map(MicroBatchRange::from_micro_batch))
+}
+
+/// Returns the ranges that remain when `ranges` are pushed one after the other, and siblings merge.
+pub fn merge_tree_ranges(ranges: impl IntoIterator<Item = MicroBatchRange>) -> Vec<MicroBatchRange> {
     let mut kept = Vec::new();
-    range.for_each(|s| push_and_merge_ranges(&mut kept, MicroBatchRange::from_micro_batch(s)));
+    ranges.into_iter().for_each(|range| push_and_merge_ranges(&mut kept, range));
     kept
 }
 

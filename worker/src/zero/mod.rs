@@ -11,6 +11,7 @@ pub mod owner_collectives;
 pub mod param_dtypes;
 pub mod partition;
 pub mod reduced_gradient;
+pub mod two_level_reduction;
 pub mod unit_shard;
 
 use jobspec::TrainSpec;

@@ -13,7 +13,7 @@ use super::{
 use crate::params::{OwnerRanks, ParamUnit};
 use comm::{Comm, Result};
 use device::{Buf, Dtype, Ops, View, ViewMut};
-use std::ops::Range;
+use std::{collections::HashMap, ops::Range};
 
 /// The purpose that out-of-memory errors state for the buffers in which ranks exchange parameters
 /// and gradients that only some ranks own.
@@ -29,6 +29,8 @@ pub(super) struct ExchangeBuffers {
     received: Buf,
     /// A copy of the owned shard of a vector that is gathered in place.
     owned: Buf,
+    /// The sums of the gradients of this host, for other hosts, by the length of their vectors.
+    host_sums: HashMap<usize, MicroBatchSums>,
 }
 
 impl ExchangeBuffers {
@@ -44,6 +46,44 @@ impl ExchangeBuffers {
             replace_if_other_dtype(ops, &mut self.sent_rounded, dtype),
             len,
         )
+    }
+
+    /// Copies the fp32 views `sent` one after the other to the send buffer, sends `sent_counts[r]`
+    /// elements to each rank r, and returns the received elements, `received_counts[r]` of each
+    /// rank r. Collective: every rank must call it.
+    pub(super) fn exchange<'a>(
+        &mut self,
+        comm: &dyn Comm,
+        ops: &dyn Ops,
+        sent: impl Iterator<Item = View<'a>>,
+        sent_counts: &[usize],
+        received_counts: &[usize],
+    ) -> Result<View<'_>> {
+        let len = sent_counts.iter().sum();
+        self.reserve_send_buffer(ops, Dtype::F32, len);
+        let ExchangeBuffers { sent: send, received, .. } = self;
+        let mut send = send.view_mut().slice(0..len);
+        let mut end = 0;
+        for part in sent.filter(|part| !part.is_empty()) {
+            end += part.len();
+            ops.copy(send.slice_mut(end - part.len()..end), part);
+        }
+        let received_len = received_counts.iter().sum();
+        let mut buffer = resize_buffer(ops, EXCHANGE_BUFFERS_LABEL, received, received_len);
+        comm.all_to_all(buffer.reborrow(), received_counts, send.as_view(), sent_counts)?;
+        Ok(buffer.into_view())
+    }
+
+    /// Takes empty sums for vectors of `len` elements. Must be followed by
+    /// [`ExchangeBuffers::give_back_host_sums`].
+    pub(super) fn take_host_sums(&mut self, len: usize) -> MicroBatchSums {
+        self.host_sums.remove(&len).unwrap_or_else(|| MicroBatchSums::new(len))
+    }
+
+    /// Takes back the sums of this host, to reuse their memory.
+    pub(super) fn give_back_host_sums(&mut self, mut sums: MicroBatchSums) {
+        sums.clear();
+        self.host_sums.insert(sums.len(), sums);
     }
 
     /// Copies `owned`, this rank's shard of a parameter unit (tensors that are gathered together),

@@ -7,7 +7,7 @@ use comm::{
     nccl::{EqualPartsPlan, NcclComm, NcclLibrary},
 };
 use device::{Buf, Cuda, Dtype, Storage, ops::NORM_BLOCK_LEN};
-use jobspec::{Precision, TrainSpec};
+use jobspec::{BatchSpec, Precision, TrainSpec};
 use std::{sync::Arc, time::Duration};
 use worker::{
     expert_layout::build_units_with_experts, model::build_model, params::ParamUnit,
@@ -47,6 +47,7 @@ struct NcclCounters {
     gathers: i64,
     reduce_scatters: i64,
     sent_bytes: i64,
+    sent_bytes_between_hosts: i64,
 }
 
 impl NcclCounters {
@@ -60,6 +61,7 @@ impl NcclCounters {
                 gathers: call(b"fakeGathers\0"),
                 reduce_scatters: call(b"fakeReduceScatters\0"),
                 sent_bytes: call(b"fakeSentBytes\0"),
+                sent_bytes_between_hosts: call(b"fakeSentBytesBetweenHosts\0"),
             }
         }
     }
@@ -185,5 +187,43 @@ fn training_without_determinism_uses_the_native_reduce_scatter() {
         let losses = train_over_emulated_nccl(&native, world, 3);
         assert!(NcclCounters::read().reduce_scatters > between.reduce_scatters, "stage {stage}");
         assert_curves_near(&losses, &expected, 1e-5, &format!("stage {stage}"));
+    }
+}
+
+/// Checks that gradients of several hosts, which are summed within each host first, have the same
+/// bits as on one host and on one rank.
+#[test]
+fn gradients_are_reduced_in_two_levels_with_the_same_bits() {
+    if !is_own_process("nccl_gathers::gradients_are_reduced_in_two_levels_with_the_same_bits") {
+        return;
+    }
+    // SAFETY: no other thread of this process uses the environment.
+    unsafe { std::env::set_var("EMULATED_GPU_HOST_RANKS", "2") };
+    let nccl = NcclLibrary::open(&[emulated_nccl::build_library().to_owned()]).unwrap();
+    for stage in 0..=3 {
+        // six micro-batches: the last round of stages 2 and 3 does not occupy all ranks
+        let spec = TrainSpec {
+            batch: BatchSpec { global: 6, micro: 1 },
+            ..create_llama_train_spec(stage, Precision::Fp32)
+        };
+        let expected = train_on_emulated_gpu(&spec, 1, 2);
+        let train = |hosts: &[usize]| {
+            let before = NcclCounters::read().sent_bytes_between_hosts;
+            let curve = expect_equal_on_all_ranks(run_on_hosts(hosts, |comm| {
+                let cuda = open_emulated_gpu();
+                let comm = NcclComm::connect(&nccl, cuda.clone(), comm, Duration::from_secs(60)).unwrap();
+                let trainer = build_trainer_on(&spec, Arc::new(comm), cuda);
+                train_steps(&mut trainer.start_with_random_params(), 2)
+            }));
+            (curve, NcclCounters::read().sent_bytes_between_hosts - before)
+        };
+        let [(one_host, one_level), (two_hosts, two_levels)] =
+            [[0; 4], [0, 0, 1, 1]].map(|hosts| train(&hosts));
+        assert_eq!(one_host, expected, "stage {stage}, one host");
+        assert_eq!(two_hosts, expected, "stage {stage}, two hosts");
+        assert!(
+            10 * two_levels < 9 * one_level,
+            "stage {stage}: {two_levels} bytes between hosts, in one level {one_level}"
+        );
     }
 }

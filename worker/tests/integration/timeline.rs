@@ -32,6 +32,8 @@ use worker::{
 const PEAK_FLOPS: f64 = 989.5e12;
 /// The time in ns that ranks of several hosts need to exchange a short message.
 const HOST_EXCHANGE_NS: f64 = 100e3;
+/// The number of ranks of a host, as the virtual clock assumes.
+const RANKS_PER_HOST: usize = 8;
 /// Number of steps before the measurement: enough that memory is allocated and graphs are captured.
 const WARM_UP_STEPS: u64 = 3;
 const MEASURED_STEPS: u64 = 2;
@@ -108,6 +110,10 @@ impl Comm for VirtualGroup {
         let more = if bytes.len() < 1 << 10 { 0 } else { bytes.len() / 32 * 8 };
         let longer = [bytes, &vec![0; more][..]].concat();
         Ok((0..self.world).map(|rank| if rank == 0 { bytes.to_vec() } else { longer.clone() }).collect())
+    }
+
+    fn list_rank_hosts(&self) -> Vec<usize> {
+        (0..self.world).map(|rank| rank / RANKS_PER_HOST).collect()
     }
 
     fn barrier(&self) -> comm::Result<()> {
@@ -327,7 +333,8 @@ fn a_timeline_consists_of_its_parts() {
             collectives.push(collective);
         }
         let [_, _, two, sixteen, native, ..] = collectives[..] else { unreachable!() };
-        assert!(sixteen > 3.0 * two, "a network is slower than NVLink: {two}, {sixteen}");
-        assert!(native < 0.7 * sixteen, "NCCL's sums need fewer transfers: {native}, {sixteen}");
+        assert!(sixteen > 1.5 * two, "a network is slower than NVLink: {two}, {sixteen}");
+        // In two levels, the fixed order sends as few bytes to other hosts as NCCL's sums.
+        assert!((0.7..1.3).contains(&(native / sixteen)), "with NCCL's sums: {native}, {sixteen}");
     }
 }

@@ -106,9 +106,9 @@ static const std::chrono::milliseconds FAILURE_DELAY{50};
 static std::mutex lock_;
 static std::map<std::string, std::shared_ptr<Group>> groups;
 static int fault = NO_FAULT, fault_rank = -1;
-// Number of all-gathers and reduce-scatters, and number of bytes that ranks sent to other ranks,
-// since the process started.
-static std::atomic<long long> gathers{0}, reduce_scatters{0}, sent_bytes{0};
+// Number of all-gathers and reduce-scatters, and number of bytes that ranks sent to other ranks and
+// to ranks of other hosts, since the process started.
+static std::atomic<long long> gathers{0}, reduce_scatters{0}, sent_bytes{0}, sent_bytes_between_hosts{0};
 static std::atomic<int> live_communicators{0}; // communicators that were not aborted
 thread_local bool grouping = false;
 thread_local std::vector<RecordedCall> recorded;
@@ -127,6 +127,8 @@ API fakeFault(int which, int rank) {
 extern "C" __attribute__((visibility("default"))) long long fakeReduceScatters() { return reduce_scatters; }
 extern "C" __attribute__((visibility("default"))) long long fakeGathers() { return gathers; }
 extern "C" __attribute__((visibility("default"))) long long fakeSentBytes() { return sent_bytes; }
+// Returns how many bytes the ranks sent to ranks of other hosts.
+extern "C" __attribute__((visibility("default"))) long long fakeSentBytesBetweenHosts() { return sent_bytes_between_hosts; }
 // Returns the number of communicators that were not aborted.
 API fakeLive() { return live_communicators; }
 extern "C" __attribute__((visibility("default"))) void* fakeStream() { return new Stream; }
@@ -339,10 +341,13 @@ static void run_on_stream(Comm* c, size_t at) {
     }
 }
 
+static int count_ranks_per_host() {
+    const char* configured = getenv("EMULATED_GPU_HOST_RANKS");
+    return configured ? atoi(configured) : 8;
+}
 // Estimates how long the GPU works on the calls of one NCCL group.
 static double estimate_ns(const Comm& c, const std::vector<RecordedCall>& parts) {
-    const char* configured = getenv("EMULATED_GPU_HOST_RANKS");
-    int world = c.group->world, ranks_per_host = configured ? atoi(configured) : 8;
+    int world = c.group->world, ranks_per_host = count_ranks_per_host();
     double ns = 0, bytes = 0, bytes_between_hosts = 0;
     for (const RecordedCall& part : parts) {
         double size = (double)(part.count * element_size(part.type));
@@ -362,8 +367,10 @@ static int enqueue(Comm* c, std::vector<RecordedCall> parts, Stream* stream) {
     for (const RecordedCall& part : parts) {
         if (part.kind == GATHER) gathers++;
         if (part.kind == REDUCE_SCATTER) reduce_scatters++;
-        if (part.kind == SEND && part.peer != c->rank)
-            sent_bytes += (long long)(part.count * element_size(part.type));
+        if (part.kind != SEND || part.peer == c->rank) continue;
+        long long bytes = (long long)(part.count * element_size(part.type));
+        sent_bytes += bytes;
+        if (part.peer / count_ranks_per_host() != c->rank / count_ranks_per_host()) sent_bytes_between_hosts += bytes;
     }
     if (stream->clock) {
         enqueue_timed(stream, "collectives", costs::NCCL_CALL, estimate_ns(*c, parts));

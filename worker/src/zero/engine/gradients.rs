@@ -3,12 +3,14 @@
 use super::super::{
     MicroBatchSchedule, ShardingPolicy,
     micro_batch_sums::{MicroBatchRange, MicroBatchSums, split_into_tree_ranges},
-    owner_collectives::list_group_tree_ranges,
+    owner_collectives::{ExchangeBuffers, list_group_tree_ranges},
     reduced_gradient::ReducedGradient,
+    two_level_reduction::{HostGroups, ReducedPieces},
 };
 use super::{REDUCTIONS_IN_FLIGHT, ZeroEngine, lock_ignoring_poison};
 use comm::{Comm, Result};
 use device::{Buf, Dtype, Ops, View};
+use std::sync::Mutex;
 
 impl ZeroEngine {
     /// Takes a buffer for the whole gradient of parameter unit `u` (tensors that are gathered
@@ -108,15 +110,16 @@ impl ZeroEngine {
         }
         let (shards, schedule, ops, pool) =
             (shards.clone(), self.schedule, self.ops.clone(), self.gradient_pool.clone());
-        let policy = self.policy;
+        let (policy, groups, buffers) = (self.policy, self.host_groups, self.exchange.clone());
         self.submit_reduction(move |comm: &dyn Comm| {
             let s = &shards[u];
             let mut sums = lock_ignoring_poison(&s.grads);
             let whole = gradient.as_ref().map(|g| g.view().slice(0..s.trained_counts.iter().sum()));
-            let has_micro_batch = |r| usize::from(schedule.find_micro_batch(r, round).is_some());
-            let partial_counts: Vec<usize> = (0..schedule.world).map(has_micro_batch).collect();
+            let ranges_of = |r| schedule.find_micro_batch(r, round).map(MicroBatchRange::from_micro_batch);
+            let ranges: Vec<Vec<MicroBatchRange>> =
+                (0..schedule.world).map(|r| ranges_of(r).into_iter().collect()).collect();
             if let Some(whole) = whole
-                && can_sum_in_transport(comm, policy, &partial_counts)
+                && can_sum_in_transport(comm, policy, &ranges)
             {
                 let mut piece = sums.take_buffer(ops.as_ref());
                 comm.reduce_scatter(piece.view_mut(), whole, &s.trained_counts)?;
@@ -127,12 +130,9 @@ impl ZeroEngine {
                 });
                 return Ok(());
             }
-            let sink = &mut |from: usize, _: usize, piece: View| {
-                if let Some(micro_batch) = schedule.find_micro_batch(from, round) {
-                    sums.push_copy(ops.as_ref(), MicroBatchRange::from_micro_batch(micro_batch), piece);
-                }
-            };
-            comm.reduce_scatter_ordered(whole.as_slice(), &partial_counts, &s.trained_counts, sink)?;
+            let sink = &mut |range, piece: View| sums.push_copy(ops.as_ref(), range, piece);
+            let pieces = ReducedPieces { ranges: &ranges, counts: &s.trained_counts };
+            reduce_pieces(comm, ops.as_ref(), (groups, &buffers), whole.as_slice(), pieces, sink)?;
             if let Some(g) = gradient {
                 lock_ignoring_poison(&pool).give_back_after(g, ops.record_event());
             }
@@ -240,14 +240,20 @@ impl ZeroEngine {
     /// must call it.
     fn start_whole_gradient_reduction(&mut self, u: usize) {
         let (shards, ops, buffers) = (self.shards.clone(), self.ops.clone(), self.exchange.clone());
-        let (schedule, policy) = (self.schedule, self.policy);
+        let (schedule, policy, groups) = (self.schedule, self.policy, self.host_groups);
         let reduction = self.queue.submit(move |comm: &dyn Comm| {
             let (s, ops) = (&shards[u], ops.as_ref());
             let mut sums = lock_ignoring_poison(&s.grads);
             let mut reduced = lock_ignoring_poison(&s.reduced_grads);
             let counts = &s.trained_counts;
-            let owned =
-                reduce_partial_sums_of_ranks(comm, ops, policy, schedule, (&sums, counts), &mut reduced)?;
+            let owned = reduce_partial_sums_of_ranks(
+                comm,
+                ops,
+                (policy, schedule),
+                (groups, &buffers),
+                (&sums, counts),
+                &mut reduced,
+            )?;
             sums.clear();
             if policy.shard_optimizer {
                 return Ok(ReducedGradient { owned, whole: None });
@@ -325,10 +331,33 @@ impl ZeroEngine {
 }
 
 /// Returns whether the communication library, such as NCCL, may sum the gradients of the ranks in a
-/// reduce-scatter, in which the order of addition is not fixed. `partial_counts` are the numbers of
-/// partial sums of the ranks. The result is equal on all ranks.
-fn can_sum_in_transport(comm: &dyn Comm, policy: ShardingPolicy, partial_counts: &[usize]) -> bool {
-    policy.sums_in_arrival_order && comm.has_native_reduce_scatter() && partial_counts.iter().all(|n| *n == 1)
+/// reduce-scatter, in which the order of addition is not fixed. `ranges` are the micro-batches of
+/// the partial sums of each rank. The result is equal on all ranks.
+fn can_sum_in_transport(comm: &dyn Comm, policy: ShardingPolicy, ranges: &[Vec<MicroBatchRange>]) -> bool {
+    let has_one_sum = ranges.iter().all(|of_rank| of_rank.len() == 1);
+    policy.sums_in_arrival_order && comm.has_native_reduce_scatter() && has_one_sum
+}
+
+/// Sends `partials`, this rank's partial sums of a gradient, to the ranks that own its parts, in
+/// two levels if `groups` is given. Passes the partial sums of this rank's part to `sink`, in the
+/// order of the micro-batches.
+///
+/// Collective: every rank must call it.
+fn reduce_pieces(
+    comm: &dyn Comm,
+    ops: &dyn Ops,
+    (groups, buffers): (Option<HostGroups>, &Mutex<ExchangeBuffers>),
+    partials: &[View],
+    pieces: ReducedPieces,
+    sink: &mut dyn FnMut(MicroBatchRange, View),
+) -> Result<()> {
+    if let Some(groups) = groups {
+        let mut buffers = lock_ignoring_poison(buffers);
+        return groups.reduce(comm, ops, &mut buffers, partials, pieces, sink);
+    }
+    let partial_counts: Vec<usize> = pieces.ranges.iter().map(Vec::len).collect();
+    let sink = &mut |from: usize, index: usize, piece: View| sink(pieces.ranges[from][index], piece);
+    comm.reduce_scatter_ordered(partials, &partial_counts, pieces.counts, sink)
 }
 
 /// Reduces the partial sums `sums`, which each rank has of a whole gradient, to the owners of its
@@ -339,26 +368,23 @@ fn can_sum_in_transport(comm: &dyn Comm, policy: ShardingPolicy, partial_counts:
 fn reduce_partial_sums_of_ranks(
     comm: &dyn Comm,
     ops: &dyn Ops,
-    policy: ShardingPolicy,
-    schedule: MicroBatchSchedule,
+    (policy, schedule): (ShardingPolicy, MicroBatchSchedule),
+    levels: (Option<HostGroups>, &Mutex<ExchangeBuffers>),
     (sums, counts): (&MicroBatchSums, &[usize]),
     reduced: &mut MicroBatchSums,
 ) -> Result<Buf> {
     let partials: Vec<View> = sums.partial_sums().map(|(_, v)| v).collect();
     let ranges: Vec<Vec<MicroBatchRange>> =
         (0..schedule.world).map(|rank| list_partial_sum_ranges(policy, schedule, rank)).collect();
-    let partial_counts: Vec<usize> = ranges.iter().map(Vec::len).collect();
     if let [partial] = partials[..]
-        && can_sum_in_transport(comm, policy, &partial_counts)
+        && can_sum_in_transport(comm, policy, &ranges)
     {
         let mut sum = reduced.take_buffer(ops);
         comm.reduce_scatter(sum.view_mut(), partial, counts)?;
         return Ok(sum);
     }
-    let sink = &mut |from: usize, index: usize, piece: View| {
-        reduced.push_copy(ops, ranges[from][index], piece);
-    };
-    comm.reduce_scatter_ordered(&partials, &partial_counts, counts, sink)?;
+    let sink = &mut |range, piece: View| reduced.push_copy(ops, range, piece);
+    reduce_pieces(comm, ops, levels, &partials, ReducedPieces { ranges: &ranges, counts }, sink)?;
     Ok(reduced.finish_sum(ops).unwrap_or_else(|| ops.zeroed(Dtype::F32, counts[comm.rank()])))
 }
 
