@@ -79,12 +79,17 @@ impl KernelModule {
 }
 
 impl KernelFunction {
-    /// Allows each block of the kernel to use up to `bytes` bytes of dynamic shared memory.
+    /// Allows each block of the kernel to use up to `bytes` bytes of shared memory. The kernel's
+    /// static shared memory is a part of them, and the rest may be dynamic.
     pub(super) fn set_max_shared_memory(self, gpu: &GpuContext, bytes: usize) -> Result<()> {
         gpu.make_current()?;
-        let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let (attribute, mut static_bytes) =
+            (CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 0);
+        let static_attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+        // SAFETY: the function lives as long as the context; writes one number.
+        unsafe { gpu.driver.cuFuncGetAttribute(&mut static_bytes, static_attribute, self.0) }?;
         // SAFETY: the function lives as long as the context.
-        unsafe { gpu.driver.cuFuncSetAttribute(self.0, attribute, bytes as c_int) }
+        unsafe { gpu.driver.cuFuncSetAttribute(self.0, attribute, bytes as c_int - static_bytes) }
     }
 
     /// Launches the kernel on `stream` immediately, without recording it for a CUDA graph.

@@ -34,6 +34,7 @@ enum {
     OUT_OF_MEMORY = 2,
     NO_DEVICE = 100,
     INVALID_IMAGE = 200,
+    INVALID_CONTEXT = 201,
     NOT_FOUND = 500,
     NOT_SUPPORTED = 801,
     NOT_READY = 600,
@@ -80,6 +81,9 @@ static bool fails(const char* name) {
 // The error of a kernel that has failed. As on a GPU, every later call in this process returns it.
 static std::atomic<int> sticky_error{0};
 #define CHECK_STICKY do { if (int error = sticky_error) return error; } while (0)
+// True if this thread has a current context, which most calls need.
+static thread_local bool has_context = false;
+#define CHECK_CONTEXT do { if (!has_context) return INVALID_CONTEXT; } while (0)
 // True while a kernel runs that never ends. Later work does not run, and calls that wait never
 // return.
 static std::atomic<bool> is_hung{false};
@@ -167,6 +171,7 @@ static int map_memory(uintptr_t* out, size_t bytes) {
 }
 API cuMemAllocAsync(uintptr_t* out, size_t bytes, void* stream) {
     COUNT_CALL("cuMemAllocAsync");
+    CHECK_CONTEXT;
     CHECK_STICKY;
     FORBID_IN_CAPTURE(stream);
     LOCKED;
@@ -180,6 +185,7 @@ API cuMemAllocAsync(uintptr_t* out, size_t bytes, void* stream) {
     return map_memory(out, bytes);
 }
 API cuMemAlloc_v2(uintptr_t* out, size_t bytes) {
+    CHECK_CONTEXT;
     LOCKED;
     int result = map_memory(out, bytes);
     if (result == SUCCESS) calls_["cuMemAlloc"]++;
@@ -188,6 +194,7 @@ API cuMemAlloc_v2(uintptr_t* out, size_t bytes) {
 // Frees memory immediately. Work that still uses it then accesses unmapped memory.
 API cuMemFree_v2(uintptr_t at) {
     COUNT_CALL("cuMemFree");
+    CHECK_CONTEXT;
     LOCKED;
     auto found = allocations.find(at);
     if (found == allocations.end()) return INVALID_VALUE;
@@ -202,6 +209,7 @@ API cuMemFree_v2(uintptr_t at) {
 // after it then accesses unmapped memory.
 API cuMemFreeAsync(uintptr_t at, void* stream) {
     COUNT_CALL("cuMemFreeAsync");
+    CHECK_CONTEXT;
     CHECK_STICKY;
     FORBID_IN_CAPTURE(stream);
     Allocation freed;
@@ -236,6 +244,7 @@ static bool is_pinned(const void* at) {
 }
 API cuMemHostAlloc(void** out, size_t bytes, unsigned) {
     COUNT_CALL("cuMemHostAlloc");
+    CHECK_CONTEXT;
     LOCKED;
     if (posix_memalign(out, 4096, bytes ? bytes : 1)) return OUT_OF_MEMORY;
     if (timeline()) memset(*out, 0, bytes); // copies do not write it
@@ -252,6 +261,7 @@ API cuMemFreeHost(void* at) {
 // pinned memory when the copy runs.
 API cuMemcpyHtoDAsync_v2(uintptr_t to, const void* from, size_t bytes, void* stream) {
     COUNT_CALL("cuMemcpyHtoDAsync");
+    CHECK_CONTEXT;
     CHECK_STICKY;
     FORBID_IN_CAPTURE(stream); // a GPU would read the host's memory at each launch
     std::vector<uint8_t> snapshot;
@@ -270,6 +280,7 @@ API cuMemcpyHtoDAsync_v2(uintptr_t to, const void* from, size_t bytes, void* str
 }
 API cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, void* stream) {
     COUNT_CALL("cuMemcpyDtoHAsync");
+    CHECK_CONTEXT;
     CHECK_STICKY;
     FORBID_IN_CAPTURE(stream);
     bool is_async;
@@ -294,6 +305,7 @@ API cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, void* stream) {
 }
 API cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t bytes, void* stream) {
     COUNT_CALL("cuMemcpyDtoDAsync");
+    CHECK_CONTEXT;
     CHECK_STICKY;
     REQUIRE_VALID_CAPTURE(stream);
     {
@@ -307,6 +319,7 @@ API cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t bytes, void* strea
 }
 API cuMemsetD8Async(uintptr_t to, unsigned char value, size_t bytes, void* stream) {
     COUNT_CALL("cuMemsetD8Async");
+    CHECK_CONTEXT;
     CHECK_STICKY;
     REQUIRE_VALID_CAPTURE(stream);
     {
@@ -377,7 +390,10 @@ API cuDevicePrimaryCtxRetain(void** context, int) {
     return SUCCESS;
 }
 API cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
-API cuCtxSetCurrent(void*) { return SUCCESS; }
+API cuCtxSetCurrent(void* context) {
+    has_context = context;
+    return SUCCESS;
+}
 API cuDeviceGetDefaultMemPool(void** pool, int) {
     static int pool_;
     *pool = &pool_;
@@ -407,6 +423,7 @@ static void* open_stream() {
     return s;
 }
 API cuStreamCreateWithPriority(void** stream, unsigned, int priority) {
+    CHECK_CONTEXT;
     if (priority < -5 || priority > 0) return INVALID_VALUE;
     *stream = open_stream();
     return SUCCESS;
@@ -414,6 +431,7 @@ API cuStreamCreateWithPriority(void** stream, unsigned, int priority) {
 // Waits for all streams. A stream must not be capturing.
 API cuCtxSynchronize() {
     COUNT_CALL("cuCtxSynchronize");
+    CHECK_CONTEXT;
     std::set<Stream*> open;
     {
         LOCKED;
@@ -450,6 +468,7 @@ API cuStreamSynchronize(void* stream) {
     return SUCCESS;
 }
 API cuEventCreate(void** event, unsigned) {
+    CHECK_CONTEXT;
     *event = new SharedEvent(new Event);
     return SUCCESS;
 }
@@ -458,6 +477,7 @@ API cuEventDestroy_v2(void* event) {
     return SUCCESS;
 }
 API cuEventRecord(void* event, void* stream) {
+    CHECK_CONTEXT;
     CHECK_STICKY;
     FORBID_IN_CAPTURE(stream); // a GPU would make it an event of the capture, which cannot be waited for
     if (timeline()) timeline()->record(**(SharedEvent*)event, (Stream*)stream);
@@ -501,6 +521,7 @@ API cuGetErrorName(int code, const char** name) {
     case CAPTURE_UNSUPPORTED: *name = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"; break;
     case CAPTURE_INVALIDATED: *name = "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"; break;
     case NO_DEVICE: *name = "CUDA_ERROR_NO_DEVICE"; break;
+    case INVALID_CONTEXT: *name = "CUDA_ERROR_INVALID_CONTEXT"; break;
     default: return INVALID_VALUE;
     }
     return SUCCESS;
@@ -563,6 +584,7 @@ struct Module {
 API cuModuleLoadData(void** module, const void* image) {
     LOCKED;
     MAY_FAIL("cuModuleLoadData");
+    CHECK_CONTEXT;
     CHECK_STICKY;
     static bool loaded = false;
     if (!loaded) loaded = take_library_memory((size_t)setting("EMULATED_GPU_LIBRARY_BYTES", 0));
@@ -597,17 +619,19 @@ API cuModuleGetFunction(void** function, void* module, const char* name) {
     *function = &found->second;
     return SUCCESS;
 }
+// The static shared memory that every kernel appears to have.
+static const int STATIC_SHARED = 1024;
 API cuFuncSetAttribute(void* function, int attribute, int value) {
-    if (attribute != 8 || value > 227 << 10) return INVALID_VALUE;
+    if (attribute != 8 || value > (227 << 10) - STATIC_SHARED) return INVALID_VALUE;
     ((Kernel*)function)->shared = value;
     return SUCCESS;
 }
 // The resources of a kernel, which the emulator does not know: every kernel uses 64 registers of a
-// multiprocessor with 64 Ki registers, and no local or static shared memory.
+// multiprocessor with 64 Ki registers, static shared memory, and no local memory.
 API cuFuncGetAttribute(int* value, int attribute, void*) {
     switch (attribute) {
     case 0: *value = 1024; break; // threads per block
-    case 1: *value = 0; break;    // static shared memory
+    case 1: *value = STATIC_SHARED; break;
     case 3: *value = 0; break;    // local memory
     case 4: *value = 64; break;   // registers
     default: return INVALID_VALUE;
@@ -662,6 +686,7 @@ API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
                    void** arguments, void**) {
     Kernel* k = (Kernel*)function;
     COUNT_CALL("cuLaunchKernel");
+    CHECK_CONTEXT;
     CHECK_STICKY;
     REQUIRE_VALID_CAPTURE(stream);
     {
