@@ -186,7 +186,7 @@ fn the_list_of_parts_begins_with_the_most_valuable_ones() {
     assert!(positions.is_sorted(), "{positions:?}");
     assert!(parts[parts.len() - 1].starts_with("nccl-2/"), "{parts:?}");
     assert!(!parts.iter().any(|part| part.starts_with("profiles/")));
-    assert_eq!(list(&["--only", "curves,kernels", "--tiny"]).len(), 4);
+    assert_eq!(list(&["--only", "curves,kernels", "--tiny"]).len(), 5);
     assert!(list(&["--quick"]).iter().all(|part| !part.starts_with("models/")));
 }
 
@@ -403,6 +403,7 @@ fn training_on_an_emulated_gpu_agrees_with_the_cpu() {
     let check = Check::with_all_libraries().run(&["--tiny", "--only", groups]).expect_code(0);
     for (part, subject) in [
         ("curves/llama-fp32", "a tiny Llama, fp32, 1 rank"),
+        ("curves/llama-fp16", "a tiny Llama, fp16, 1 rank"),
         ("ranks/llama-fp32", "a tiny Llama, fp32, 4 ranks on this GPU"),
         ("ranks/llama-bf16", "a tiny Llama, bf16, 2 ranks on this GPU"),
         ("nccl/llama-bf16", "a tiny Llama, bf16, 1 rank, NCCL"),
@@ -424,7 +425,7 @@ fn training_on_an_emulated_gpu_agrees_with_the_cpu() {
         let is_measured = |row: &TableRow| row[..2] == [part, subject] && row[3] == "measured";
         assert!(check.rows().iter().any(is_measured), "{part} is missing in: {}", check.text);
     }
-    assert_eq!(check.count_rows("ok"), 3 * 4 + 1 + 14, "{}", check.text);
+    assert_eq!(check.count_rows("ok"), 3 * 4 + 1 + 1 + 15, "{}", check.text);
     let details = &check.part("models/llama")["details"];
     for name in ["launched_kernels", "matmul_algorithms", "operations"] {
         assert!(details[name].as_array().is_some_and(|list| !list.is_empty()), "{name}: {details}");

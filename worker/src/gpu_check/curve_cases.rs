@@ -39,7 +39,8 @@ const TINY_CURVE_CASES: [CurveCase; 1] = [CurveCase {
 /// The precisions in which `launch gpu-check` compares GPU training with CPU training, each with
 /// the largest accepted relative loss difference. In fp8 a difference in the last bit of a sum may
 /// round an operand to another value, so the tolerance is larger.
-pub(super) const CURVE_PRECISIONS: [(&str, f64); 3] = [("fp32", 1e-4), ("bf16", 2e-2), ("fp8", 5e-2)];
+pub(super) const CURVE_PRECISIONS: [(&str, f64); 4] =
+    [("fp32", 1e-4), ("bf16", 2e-2), ("fp8", 5e-2), ("fp16", 1e-2)];
 
 /// Returns the models for which `launch gpu-check` compares the losses of training on a GPU with
 /// those on the CPU; small ones if `tiny` is set.
@@ -71,6 +72,12 @@ impl CurveRanks {
             CurveRanks::NcclOneRank => "nccl",
             CurveRanks::NcclTwoRanks => "nccl-2",
         }
+    }
+
+    /// Returns whether losses in the precision `name` are compared. fp16 is compared with one rank
+    /// only, because its collectives do not differ from those of bf16.
+    pub(super) fn compares_precision(self, name: &str) -> bool {
+        self == CurveRanks::OneRank || name != "fp16"
     }
 
     /// Returns the approximate duration, in seconds, of a part of `launch gpu-check` that trains

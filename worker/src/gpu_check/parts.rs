@@ -102,7 +102,7 @@ pub(super) fn list_parts(filter: PartFilter) -> Vec<Part> {
             add(format!("shapes/{}", to_part_name(shape)), PartWork::Shape(number), 5, 90);
         }
         for (name, group) in TimedOpGroup::MODEL_OPERATION_GROUPS {
-            add(format!("speed/{name}"), PartWork::Speed(group), 4, 60);
+            add(format!("speed/{name}"), PartWork::Speed(group), 5, 60);
         }
     }
     if !filter.ops_only && (filter.tiny || !filter.quick) {
@@ -125,7 +125,8 @@ pub(super) fn list_parts(filter: PartFilter) -> Vec<Part> {
 fn add_training_parts(tiny: bool, add: &mut dyn FnMut(String, PartWork, u64, u64)) {
     let add_curves = |add: &mut dyn FnMut(String, PartWork, u64, u64), transport: CurveRanks| {
         for (case, curve) in select_curve_cases(tiny).iter().enumerate() {
-            for (precision, (name, _)) in CURVE_PRECISIONS.iter().enumerate() {
+            let precisions = CURVE_PRECISIONS.iter().enumerate();
+            for (precision, (name, _)) in precisions.filter(|(_, p)| transport.compares_precision(p.0)) {
                 let name = format!("{}/{}-{name}", transport.part_group_name(), curve.part_name);
                 let work = PartWork::Curve { case, precision, transport };
                 add(name, work, transport.expected_seconds(), 90);
