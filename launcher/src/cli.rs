@@ -1,5 +1,9 @@
 //! Parses the command line, and converts errors of wrong arguments to diagnostics.
-use crate::cmd::{LaunchCommand, drop_in::OtherLauncher, output::OutputFormat};
+use crate::cmd::{
+    LaunchCommand,
+    drop_in::{OtherLauncher, rewrite_launcher_command},
+    output::OutputFormat,
+};
 use clap::{
     ArgAction, CommandFactory, Parser,
     error::{ContextKind, ContextValue, ErrorKind},
@@ -122,10 +126,10 @@ fn insert_drop_in_command(mut args: Vec<OsString>) -> Vec<OsString> {
         args.insert(1, OsString::from(launcher.name()));
     }
     if let Some(at) = find_first_word_index(&args)
-        && OtherLauncher::from_name(&args[at]).is_some()
-        && args.get(at + 1).is_some_and(|next| !["--", "-h", "--help"].iter().any(|word| next == word))
+        && let Some(words) = rewrite_launcher_command(&args[at..])
     {
-        args.insert(at + 1, OsString::from("--"));
+        args.truncate(at);
+        args.extend(words);
     }
     args
 }

@@ -24,7 +24,7 @@ pub(crate) use deepspeed::{
 pub(crate) use drop_in::DropInContext;
 pub(crate) use import_options::ImportOptions;
 pub(crate) use job_draft::{ImportNote, ImportedJob, ImportedNodes};
-pub(crate) use torchrun::{convert_torchrun_args, drop_in::convert_torchrun_command};
+pub(crate) use torchrun::{TorchProgram, convert_torchrun_args, drop_in::convert_torchrun_command};
 
 #[cfg(test)]
 mod drop_in_tests;

@@ -14,6 +14,7 @@ import traceback
 import accelerate.commands.accelerate_cli
 import deepspeed.launcher.launch
 import deepspeed.launcher.runner
+import torch.distributed.launch
 import torch.distributed.run
 
 
@@ -30,6 +31,18 @@ class LauncherInThisProcess:
 
     def wait(self):
         return self.returncode
+
+
+# The functions of the programs, and of the modules that `python -m` runs.
+MAINS = {
+    "torchrun": torch.distributed.run.main,
+    "torch.distributed.run": torch.distributed.run.main,
+    "torch.distributed.launch": torch.distributed.launch.main,
+    "accelerate": accelerate.commands.accelerate_cli.main,
+    "accelerate.commands.launch": accelerate.commands.launch.main,
+    "deepspeed": deepspeed.launcher.runner.main,
+    "deepspeed.launcher.runner": deepspeed.launcher.runner.main,
+}
 
 
 def run_main(main):
@@ -49,18 +62,18 @@ def run_case(case):
     os.environ.clear()
     os.environ.update(case["environment"])
     os.chdir(case["directory"])
-    sys.argv = case["words"]
+    program, *arguments = case["words"]
+    if program.startswith("python"):
+        # The options of Python precede `-m`; a launcher does not pass them on.
+        module = arguments.index("-m")
+        program, *arguments = arguments[module + 1 :]
+    sys.argv = [program, *arguments]
     config = accelerate.commands.config.config_args
     directory = os.path.join(os.environ["HF_HOME"], "accelerate", "default_config.yaml")
     for module in (config, accelerate.commands.launch):
         module.default_config_file = directory
-    deepspeed.launcher.runner.subprocess.Popen = LauncherInThisProcess if case["words"][0] == "deepspeed" else Popen
-    mains = dict(
-        torchrun=torch.distributed.run.main,
-        accelerate=accelerate.commands.accelerate_cli.main,
-        deepspeed=deepspeed.launcher.runner.main,
-    )
-    return run_main(mains[case["words"][0]])
+    deepspeed.launcher.runner.subprocess.Popen = LauncherInThisProcess if "deepspeed" in program else Popen
+    return run_main(MAINS[program])
 
 
 class RunnerModule:

@@ -1,5 +1,6 @@
 //! Compares `launch torchrun`, `launch accelerate launch` and `launch deepspeed` with the original
 //! programs: the same command line gives each worker the same arguments and environment.
+mod accelerate_scripts;
 mod cases;
 
 use crate::support::{self, JobDirectory, output_to_text};

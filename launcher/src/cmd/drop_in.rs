@@ -3,9 +3,11 @@
 //!
 //! The conversion of the arguments to a job is in [`crate::import`]. Commands of the other
 //! launchers that do not start a job are passed on to the original program.
+mod launcher_words;
 mod original_program;
 mod other_launcher;
 
+pub(crate) use launcher_words::rewrite_launcher_command;
 pub(crate) use other_launcher::OtherLauncher;
 
 use super::{
@@ -19,13 +21,14 @@ use crate::{
     cluster::read_hostfile,
     import::{
         self, AccelerateCommand, DeepSpeedCommand, DeepSpeedFiles, DropInContext, ImportedJob, ImportedNodes,
+        TorchProgram,
     },
     report::command_output,
 };
 use clap::Args;
 use diagnostic::{Category, Diagnostic, codes::command, terminal_text::filter_line};
 use jobspec::{AcceleratorKind, Document, DocumentSyntax, env, read_input_file};
-use original_program::{exec_original_program, find_python};
+use original_program::{exec_original_program, find_python, resolve_python};
 use protocol::control::HostInventory;
 use std::{
     collections::BTreeMap,
@@ -70,6 +73,15 @@ pub fn is_other_launcher(program: &OsStr) -> bool {
 /// Arguments of `launch torchrun`, `launch accelerate` and `launch deepspeed`.
 #[derive(Debug, Args)]
 pub(crate) struct DropInArgs {
+    /// Internal: the path of the other launcher, if the user gave a path
+    #[arg(long, hide = true, value_name = "PATH")]
+    original: Option<PathBuf>,
+    /// Internal: the Python of a command line `python -m MODULE`
+    #[arg(long, hide = true, value_name = "PROGRAM")]
+    python: Option<PathBuf>,
+    /// Internal: the command line is that of the module torch.distributed.launch
+    #[arg(long, hide = true)]
+    legacy: bool,
     /// Options of the other launcher, the script, and the script's arguments
     #[arg(last = true, value_name = "ARGUMENT")]
     arguments: Vec<OsString>,
@@ -83,7 +95,7 @@ pub(crate) fn run(
     context: &CommandContext,
 ) -> diagnostic::Result<u8> {
     let Some(arguments) = select_job_arguments(launcher, &args.arguments) else {
-        return Err(exec_original_program(launcher, &args.arguments));
+        return Err(exec_original_program(launcher, args.original.as_deref(), &args.arguments));
     };
     let words: Option<Vec<String>> = arguments.iter().map(|word| word.to_str().map(str::to_owned)).collect();
     let words = words.ok_or_else(|| {
@@ -95,7 +107,10 @@ pub(crate) fn run(
     }
     let inventory = discover_inventory()?;
     let variables = read_environment_variables();
-    let python = find_python(launcher, &words)?;
+    let python = match &args.python {
+        Some(python) => resolve_python(python)?,
+        None => find_python(launcher, args.original.as_deref(), &words)?,
+    };
     let directory = std::env::current_dir().map_err(|error| {
         let message = "cannot determine the current directory";
         Diagnostic::error(command::CURRENT_DIRECTORY_UNAVAILABLE, message).with_cause(&error)
@@ -103,7 +118,8 @@ pub(crate) fn run(
     let directory = directory.display().to_string();
     let machine = build_drop_in_context(&inventory, &variables, &python, &directory);
     let pid_file = launcher == OtherLauncher::Deepspeed && requests_pid_file(&words);
-    let ImportedJob { job, notes, nodes } = convert_to_job(launcher, &words, &machine)?;
+    let program = if args.legacy { TorchProgram::LegacyLaunch } else { TorchProgram::Torchrun };
+    let ImportedJob { job, notes, nodes } = convert_to_job(launcher, program, &words, &machine)?;
     let node = convert_nodes_to_args(nodes);
     let lines = notes.iter().map(|note| format!("{}\n", filter_line(&note.to_string())));
     command_output::write_message(&lines.collect::<String>());
@@ -199,15 +215,18 @@ fn build_drop_in_context<'a>(
 }
 
 /// Converts the arguments of another launcher's command line to a job. Reads the files that the
-/// other launcher would read.
+/// other launcher would read. For torchrun, `program` selects torchrun or its predecessor.
 fn convert_to_job(
     launcher: OtherLauncher,
+    program: TorchProgram,
     words: &[String],
     machine: &DropInContext<'_>,
 ) -> diagnostic::Result<ImportedJob> {
     let rejected = |mistakes: Vec<Diagnostic>| combine_rejections(launcher, mistakes);
     match launcher {
-        OtherLauncher::Torchrun => import::convert_torchrun_command(words, machine).map_err(rejected),
+        OtherLauncher::Torchrun => {
+            import::convert_torchrun_command(program, words, machine).map_err(rejected)
+        }
         OtherLauncher::Accelerate => {
             let command = AccelerateCommand::parse(words).map_err(rejected)?;
             let (files, is_required) = command.list_config_files(machine);

@@ -259,6 +259,43 @@ fn parse_streams(text: &str, workers: i64) -> Option<Vec<u8>> {
     Some(streams)
 }
 
+/// Converts the times in torchrun's `--rdzv-conf` or Accelerate's `--rdzv_conf`, the option `name`,
+/// to keys of `cluster.join` if nodes join (`is_joining`), and removes the option. A note reports
+/// the settings without counterpart.
+pub(super) fn set_rendezvous_timeouts(
+    draft: &mut JobDraft,
+    given: &mut CommandLine,
+    name: &str,
+    is_joining: bool,
+) {
+    let Some(settings) = given.take_last_value(name).filter(|text| !text.trim().is_empty()) else { return };
+    let option = format!("--{name}");
+    let mut others = Vec::new();
+    for setting in settings.split(',').map(str::trim).filter(|setting| !setting.is_empty()) {
+        let (key, value) = setting.split_once('=').unwrap_or((setting, ""));
+        let path = match key.trim() {
+            // The static rendezvous calls the time to wait for nodes `timeout`.
+            "join_timeout" | "timeout" => "cluster.join.timeout",
+            "last_call_timeout" => "cluster.join.last_call",
+            _ => "",
+        };
+        match value.trim().parse::<u64>() {
+            Ok(seconds) if is_joining && !path.is_empty() => {
+                draft.set_imported_key(&option, path, format!("{seconds}s"));
+            }
+            _ => others.push(setting),
+        }
+    }
+    if is_joining {
+        // The keys of `cluster.join` have no effect on a local job.
+        draft.set_required_key("cluster.hosts", "join");
+    }
+    if !others.is_empty() {
+        let shown: String = others.join(",").chars().take(60).flat_map(char::escape_debug).collect();
+        draft.add_key_note(&option, format!("launch assigns the ranks itself; `{shown}` has no effect"), "");
+    }
+}
+
 /// Sets `OMP_NUM_THREADS` in the environment of the workers to `threads`, unless the user has set
 /// the variable.
 pub(super) fn set_thread_count(draft: &mut JobDraft, context: &DropInContext<'_>, threads: i64) {

@@ -49,7 +49,7 @@ fn load(imported: &ImportedJob) -> JobSpec {
 
 /// Converts a command line of torchrun on a machine with `gpus` GPUs.
 fn torchrun(line: &str, gpus: usize) -> Result<ImportedJob, Vec<Diagnostic>> {
-    on_machine(gpus, &[], |machine| convert_torchrun_command(&split(line), machine))
+    on_machine(gpus, &[], |machine| convert_torchrun_command(TorchProgram::Torchrun, &split(line), machine))
 }
 
 /// Converts a command line of `accelerate launch`, with the configuration `config`, on a machine
@@ -137,7 +137,9 @@ fn torchrun_starts_a_worker_per_gpu() {
     }
     let count = |kind, line: &str| {
         let words = split(&format!("--nproc-per-node {line} a.py"));
-        let job = with_accelerators(kind, 3, &[], |machine| convert_torchrun_command(&words, machine));
+        let job = with_accelerators(kind, 3, &[], |machine| {
+            convert_torchrun_command(TorchProgram::Torchrun, &words, machine)
+        });
         job.map(|job| load(&job).cluster.workers_per_host).ok()
     };
     let three = Some(WorkersPerHost::Exactly(3));
@@ -169,6 +171,53 @@ fn torchruns_options_become_keys() {
     let noted = torchrun("--master-addr 10.0.0.1 --start-method fork a.py", 0).expect("a job").notes;
     let keys: Vec<&str> = noted.iter().map(|note| note.key.as_str()).collect();
     assert_eq!(keys, ["--master-addr", "--start-method"]);
+}
+
+#[test]
+fn arguments_with_the_local_rank_differ_between_workers() {
+    let command = |line: &str| load(&torchrun(line, 0).expect(line)).run.command.expect("a command");
+    assert_eq!(command("a.py -r=${local_rank}"), ["/venv/python", "-u", "a.py", "-r=0"]);
+    assert_eq!(
+        command("--nproc-per-node 2 a.py -r=${local_rank}"),
+        ["sh", "-c", "exec '/venv/python' '-u' 'a.py' '-r='\"$LOCAL_RANK\"''"]
+    );
+    let error =
+        torchrun("--nproc-per-node 2 --virtual-local-rank a.py ${local_rank}", 2).expect_err("no rank");
+    assert_eq!(error[0].subject(), Some("${local_rank}"));
+    let legacy = |line: &str| {
+        on_machine(0, &[], |machine| {
+            convert_torchrun_command(TorchProgram::LegacyLaunch, &split(line), machine)
+        })
+    };
+    let command = |line: &str| load(&legacy(line).expect(line)).run.command.expect("a command");
+    assert_eq!(command("a.py x"), ["/venv/python", "-u", "a.py", "--local-rank=0", "x"]);
+    assert_eq!(command("--use_env a.py x"), ["/venv/python", "-u", "a.py", "x"]);
+    assert_eq!(command("--use-env --no-python ./a x"), ["./a", "x"]);
+    assert_eq!(legacy("--no-python ./a").expect_err("no --use-env")[0].subject(), Some("--no-python"));
+}
+
+#[test]
+fn times_of_the_rendezvous_become_keys_if_nodes_join() {
+    let conf = "join_timeout=1800,last_call_timeout=5,is_host=true";
+    let lines = [
+        torchrun(&format!("--nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint h --rdzv-conf {conf} a.py"), 0),
+        accelerate(
+            &format!(
+                "--num_machines 2 --multi_gpu --num_processes 4 --main_process_ip h --rdzv_conf {conf} a.py"
+            ),
+            None,
+            0,
+        ),
+    ];
+    for (imported, option) in lines.into_iter().zip(["--rdzv-conf", "--rdzv_conf"]) {
+        let imported = imported.expect(option);
+        let join = load(&imported).cluster.join;
+        assert_eq!((join.timeout_ms, join.last_call_ms), (1_800_000, 5000));
+        assert_eq!(imported.notes.iter().filter(|note| note.key == option).count(), 1, "{option}");
+    }
+    let local = torchrun("--rdzv-conf join_timeout=7 a.py", 0).expect("a job");
+    assert_eq!(load(&local).cluster.hosts, HostSelection::Local);
+    assert_eq!(local.notes[0].key, "--rdzv-conf");
 }
 
 #[test]
@@ -257,7 +306,7 @@ proptest::proptest! {
     fn any_argument_reaches_the_script(words in proptest::collection::vec("[^\0$]{0,8}", 0..4)) {
         let words: Vec<String> = ["a.py", "x"].map(str::to_owned).into_iter().chain(words).collect();
         let jobs = on_machine(0, &[], |machine| [
-            convert_torchrun_command(&words, machine),
+            convert_torchrun_command(TorchProgram::Torchrun, &words, machine),
             AccelerateCommand::parse(&words).and_then(|command| command.convert(None, machine)),
             DeepSpeedCommand::parse(&words).and_then(|command| command.convert(&DeepSpeedFiles::default(), machine)),
         ]);

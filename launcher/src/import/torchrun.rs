@@ -1,6 +1,7 @@
 //! Converts the arguments of torchrun to a job.yaml.
 mod arguments;
 pub(super) mod drop_in;
+mod worker_command;
 
 use super::command_line::{CommandLine, CommandLineError};
 use super::{
@@ -8,6 +9,7 @@ use super::{
     job_draft::{ImportedJob, JobDraft},
     value_text,
 };
+pub(crate) use arguments::TorchProgram;
 use arguments::parse_torchrun_args;
 use jobspec::quote_yaml;
 

@@ -16,11 +16,16 @@ use std::{
 /// The number of bytes at the start of a script in which its interpreter is searched.
 const MAX_SCRIPT_HEADER_BYTES: u64 = 4096;
 
-/// Replaces this process by the original program with the arguments `arguments`. Returns only if
-/// that fails, with the error.
-pub(super) fn exec_original_program(launcher: OtherLauncher, arguments: &[OsString]) -> Diagnostic {
+/// Replaces this process by the original program with the arguments `arguments`. `given` is the
+/// path of the program, if the user gave a path; otherwise the program is searched in PATH. Returns
+/// only if that fails, with the error.
+pub(super) fn exec_original_program(
+    launcher: OtherLauncher,
+    given: Option<&Path>,
+    arguments: &[OsString],
+) -> Diagnostic {
     let name = launcher.name();
-    let Some(program) = find_program_in_path(name) else {
+    let Some(program) = given.map(Path::to_owned).or_else(|| find_program_in_path(name)) else {
         let shown = arguments.first().map(|first| format!(" {}", first.display())).unwrap_or_default();
         let message = format!("`{name}{shown}` needs the original {name}, which is not in PATH");
         let help = format!("install {name}, or activate its Python environment");
@@ -37,12 +42,31 @@ pub(super) fn exec_original_program(launcher: OtherLauncher, arguments: &[OsStri
         .with_cause(&error)
 }
 
+/// Returns the absolute path of the Python `python` that the user named: a path, or a program in
+/// PATH, as in Python's `sys.executable`. Fails if PATH does not contain the program.
+pub(super) fn resolve_python(python: &Path) -> diagnostic::Result<String> {
+    let path = match python.to_str() {
+        Some(name) if !name.contains('/') => find_program_in_path(name),
+        _ => std::path::absolute(python).ok(),
+    };
+    path.map(|path| path.display().to_string()).ok_or_else(|| {
+        let message = format!("`{}` is not in PATH", python.display());
+        Diagnostic::error(command::DROP_IN_PYTHON_MISSING, message)
+            .with_help("activate the Python environment of the script")
+    })
+}
+
 /// Returns the path of the Python interpreter of the original program (such as torchrun), or of the
-/// first `python` or `python3` in PATH. If there is no Python, returns `python` for a command line
-/// with `--no-python`, and fails for any other.
-pub(super) fn find_python(launcher: OtherLauncher, words: &[String]) -> diagnostic::Result<String> {
-    let interpreter =
-        find_program_in_path(launcher.name()).and_then(|program| read_script_interpreter(&program));
+/// first `python` or `python3` in PATH. `given` is the path of the original program, if the user
+/// gave a path. If there is no Python, returns `python` for a command line with `--no-python`, and
+/// fails for any other.
+pub(super) fn find_python(
+    launcher: OtherLauncher,
+    given: Option<&Path>,
+    words: &[String],
+) -> diagnostic::Result<String> {
+    let original = given.map(Path::to_owned).or_else(|| find_program_in_path(launcher.name()));
+    let interpreter = original.and_then(|program| read_script_interpreter(&program));
     let python =
         interpreter.or_else(|| find_program_in_path("python")).or_else(|| find_program_in_path("python3"));
     let is_optional = words.iter().any(|word| word.replace('_', "-") == "--no-python")

@@ -85,7 +85,7 @@ pub(super) struct ProcessCount {
     /// The hostfile of mpirun, if mpirun starts the processes.
     hostfile: Option<PathBuf>,
     /// Whether the user starts the command line on several machines.
-    is_joining: bool,
+    pub(super) is_joining: bool,
 }
 
 /// The inputs for converting a command line of `accelerate launch` to a job.yaml, such as the kind

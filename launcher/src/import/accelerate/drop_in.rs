@@ -13,6 +13,7 @@ use crate::import::{
         DropInContext, OptionEffect,
         OptionEffect::{NoEffect, Rejected},
         OptionRule, apply_option_rules, create_unsupported_option_error, load_drop_in_job,
+        set_rendezvous_timeouts,
     },
     import_options::ImportErrors,
     job_draft::{ImportedJob, JobDraft},
@@ -55,7 +56,6 @@ const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
         NoEffect("the ranks of one host meet at its loopback address"),
     ),
     ("rdzv_backend", &["static", "c10d"], NoEffect("launch assigns the ranks itself")),
-    ("rdzv_conf", &[""], NoEffect("launch assigns the ranks itself")),
     ("monitor_interval", &["0.1"], NoEffect("launch is notified at once when a worker ends")),
 ];
 
@@ -124,6 +124,7 @@ impl AccelerateCommand {
         });
         errors.extend(conversion.set_program(&mut draft, &mut given, &merged, &processes).err());
         conversion.set_worker_env_variables(&mut draft, &mut given, &merged, &fields, &processes)?;
+        set_rendezvous_timeouts(&mut draft, &mut given, "rdzv_conf", processes.is_joining);
         apply_option_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, UNSUPPORTED_OPTION_RULES);
         for (name, _) in given.take_remaining_options() {
             errors.push(create_unsupported_option_error(

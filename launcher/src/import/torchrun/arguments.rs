@@ -3,6 +3,8 @@
 //! torchrun accepts `--a-b x`, `--a_b=x`, unambiguous prefixes of options, and `-m`.
 use crate::import::command_line::{CommandLine, CommandLineError, OptionTable};
 
+/// The name of the command `torchrun` in messages about a converted command line.
+pub(super) const PROGRAM_NAME: &str = "torchrun";
 /// The options of torchrun, with the kind of value that each of them takes.
 pub(super) const TORCHRUN_OPTIONS: OptionTable = OptionTable {
     program: "torchrun",
@@ -46,6 +48,32 @@ pub(super) const TORCHRUN_OPTIONS: OptionTable = OptionTable {
     integers: &[],
     numbers: &[],
 };
+
+/// The options of `python -m torch.distributed.launch`, the predecessor of torchrun.
+const LEGACY_OPTIONS: OptionTable = OptionTable {
+    program: "torch.distributed.launch",
+    flags: &["standalone", "module", "no-python", "run-path", "virtual-local-rank", "use-env"],
+    ..TORCHRUN_OPTIONS
+};
+
+/// A program of torch whose command lines launch can run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TorchProgram {
+    /// torchrun, which is the module `torch.distributed.run`.
+    Torchrun,
+    /// The module `torch.distributed.launch`, which gives scripts the argument `--local-rank`.
+    LegacyLaunch,
+}
+
+impl TorchProgram {
+    /// Parses the arguments of the program into options and the script.
+    pub(super) fn parse(self, args: &[String]) -> Result<CommandLine, CommandLineError> {
+        match self {
+            TorchProgram::Torchrun => parse_torchrun_args(args),
+            TorchProgram::LegacyLaunch => LEGACY_OPTIONS.parse(args),
+        }
+    }
+}
 
 /// The options of torchrun for which torchrun reads no default value from an environment variable.
 const OPTIONS_WITHOUT_VARIABLE: [&str; 2] = ["logs-specs", "numa-binding"];

@@ -1,30 +1,28 @@
 //! Defines [`convert_torchrun_command`], which converts a command line of torchrun to the job.yaml
 //! that `launch torchrun` runs.
 use super::{
-    arguments::{insert_defaults_from_env, parse_torchrun_args},
+    arguments::{PROGRAM_NAME, TorchProgram, insert_defaults_from_env},
     check_option_values, set_numa_binding, set_restarts_and_signals,
+    worker_command::build_worker_command,
 };
 use crate::import::{
     command_line::{CommandLine, CommandLineError},
     drop_in::{
         DropInContext,
         OptionEffect::{NoEffect, Rejected},
-        OptionRule, ProgramForm, apply_option_rules, build_env_command, check_worker_count,
-        create_unsupported_option_error, load_drop_in_job, set_console_ranks, set_local_job_keys,
-        set_thread_count,
+        OptionRule, apply_option_rules, check_worker_count, create_unsupported_option_error,
+        load_drop_in_job, set_console_ranks, set_local_job_keys, set_rendezvous_timeouts, set_thread_count,
     },
     import_options::ImportErrors,
     job_draft::{ImportedJob, ImportedNodes, JobDraft},
 };
 use diagnostic::Diagnostic;
 use jobspec::{
-    AcceleratorKind, env,
+    AcceleratorKind,
     hosts::{NodeCount, RendezvousAddress},
     quote_yaml,
 };
 
-/// The name of the command `torchrun` in messages about a converted command line.
-const PROGRAM_NAME: &str = "torchrun";
 /// The rendezvous host names of torchrun that mean this machine; launch ignores them without a note
 /// to the user.
 const LOOPBACK_NAMES: [&str; 4] = ["", "localhost", "127.0.0.1", "[::1]"];
@@ -33,7 +31,6 @@ const LOOPBACK_NAMES: [&str; 4] = ["", "localhost", "127.0.0.1", "[::1]"];
 /// option causes.
 const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
     ("rdzv-backend", &["static", "c10d"], NoEffect("launch assigns the ranks itself")),
-    ("rdzv-conf", &[""], NoEffect("launch assigns the ranks itself")),
     ("monitor-interval", &["0.1"], NoEffect("launch is notified at once when a worker ends")),
     ("start-method", &["spawn"], NoEffect("workers are separate programs")),
     ("local-addr", &[""], NoEffect("launch chooses the addresses of the ranks")),
@@ -56,14 +53,15 @@ const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
     ("logs-specs", &[], Rejected("launch has its own log format", "use `launch logs`")),
 ];
 
-/// Converts the arguments that follow `torchrun` to a job.yaml. Fails if torchrun would reject the
-/// command line, or if launch cannot honour an option.
+/// Converts the arguments that follow `torchrun`, or another program of torch, to a job.yaml. Fails
+/// if the program would reject the command line, or if launch cannot honour an option.
 pub(crate) fn convert_torchrun_command(
+    program: TorchProgram,
     args: &[String],
     context: &DropInContext<'_>,
 ) -> Result<ImportedJob, ImportErrors> {
     let rejected = |error: CommandLineError| vec![error.into_diagnostic(PROGRAM_NAME)];
-    let mut given = parse_torchrun_args(args).map_err(rejected)?;
+    let mut given = program.parse(args).map_err(rejected)?;
     insert_defaults_from_env(&mut given, |name| context.user_env_variable(name)).map_err(rejected)?;
     check_option_values(&given).map_err(rejected)?;
     if given.take_flag("standalone") {
@@ -82,12 +80,13 @@ pub(crate) fn convert_torchrun_command(
         Ok(workers) => (JobDraft::default(), workers),
         Err(error) => return Err(errors.into_iter().chain([error]).collect()),
     };
-    let command = take_command(&mut given, context, workers).unwrap_or_else(|error| {
+    let command = build_worker_command(program, &mut given, context, workers).unwrap_or_else(|error| {
         errors.push(error);
         Vec::new()
     });
     set_local_job_keys(&mut draft, &given.program, &command, workers);
     set_master_address(&mut draft, &mut given, is_joining);
+    set_rendezvous_timeouts(&mut draft, &mut given, "rdzv-conf", is_joining);
     set_numa_binding(&mut draft, &mut given);
     set_restarts_and_signals(&mut draft, &mut given);
     errors.extend(set_logs(&mut draft, &mut given, workers).err());
@@ -194,80 +193,6 @@ fn take_worker_count(given: &mut CommandLine, context: &DropInContext<'_>) -> Re
         Some(number) => number.trim().parse().unwrap_or_default(),
     };
     check_worker_count(PROGRAM_NAME, OPTION_NAME, workers).map(|()| workers)
-}
-
-/// Returns the command of each worker, such as `python -u SCRIPT`, for a torchrun command line, and
-/// removes the options that determine this command.
-fn take_command(
-    given: &mut CommandLine,
-    context: &DropInContext<'_>,
-    workers: i64,
-) -> Result<Vec<String>, Diagnostic> {
-    let (module, no_python) = (given.take_flag("module"), given.take_flag("no-python"));
-    let run_path = given.take_flag("run-path");
-    if module && no_python && !run_path {
-        let reason = "it contradicts `--no-python`, as in torchrun";
-        return Err(create_unsupported_option_error(PROGRAM_NAME, "--module", reason, "remove one of them"));
-    }
-    // With --run-path torchrun runs the script inside a Python process, which the script does not
-    // notice.
-    let form = match run_path {
-        true => ProgramForm { unbuffered: true, ..ProgramForm::default() },
-        false => ProgramForm { module, no_python, unbuffered: true },
-    };
-    let program: Result<Vec<String>, Diagnostic> = given
-        .program
-        .iter()
-        .enumerate()
-        .map(|(index, word)| match index {
-            0 => Ok(word.clone()),
-            _ => substitute_macros(word, workers),
-        })
-        .collect();
-    let python = context.user_env_variable(env::PYTHON_EXEC).unwrap_or(context.python);
-    let command = form.build_command(python, &program?);
-    let variables = [(env::ROLE_NAME, "role", "default"), (env::TORCHELASTIC_RUN_ID, "rdzv-id", "none")];
-    let set: Vec<(&str, String)> = variables
-        .into_iter()
-        .filter_map(|(name, option, default)| {
-            let value = given.take_last_value(option).filter(|value| value != default)?;
-            Some((name, value))
-        })
-        .collect();
-    Ok(build_env_command(command, context, &[], &set))
-}
-
-/// Replaces torchrun's macros in an argument of the user's script: `$$` becomes `$`, and
-/// `${local_rank}` the local rank. Fails if the result differs between workers.
-fn substitute_macros(argument: &str, workers: i64) -> Result<String, Diagnostic> {
-    let mut text = String::new();
-    let mut rest = argument;
-    while let Some(at) = rest.find('$') {
-        text.push_str(&rest[..at]);
-        rest = &rest[at + 1..];
-        if let Some(after) = rest.strip_prefix('$') {
-            text.push('$');
-            rest = after;
-            continue;
-        }
-        let plain = rest
-            .strip_prefix("local_rank")
-            .filter(|after| !after.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_'));
-        match rest.strip_prefix("{local_rank}").or(plain) {
-            Some(after) if workers == 1 => {
-                text.push('0');
-                rest = after;
-            }
-            Some(_) => {
-                let help = "read the variable LOCAL_RANK in the script";
-                let reason = "launch gives all workers the same arguments";
-                return Err(create_unsupported_option_error(PROGRAM_NAME, "${local_rank}", reason, help));
-            }
-            None => text.push('$'),
-        }
-    }
-    text.push_str(rest);
-    Ok(text)
 }
 
 /// Converts torchrun's options for the address and port of the rendezvous to keys of job.yaml. On
