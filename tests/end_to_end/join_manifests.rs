@@ -1,15 +1,25 @@
-//! Tests the Kubernetes objects of a job: their structure, and that the job in them can be planned.
-use crate::support::{JobDirectory, output_to_text};
+//! Tests the Kubernetes objects of a job: their structure, that they fit the schemas of Kubernetes
+//! and JobSet, and that the job in them can be planned.
+use crate::support::{self, JobDirectory, environment::isolated_command, output_to_text};
 use serde_json::{Value, json};
+use std::{fs, path::Path};
 
-/// Runs `launch manifest kubernetes job.yaml ARGS…`, and returns the objects by kind.
-fn build_objects(job_dir: &JobDirectory, args: &[&str]) -> impl Fn(&str) -> Value {
+/// The versions of Kubernetes whose schemas the objects must fit.
+const KUBERNETES_VERSIONS: [&str; 2] = ["1.30", "1.37"];
+
+/// Runs `launch manifest kubernetes job.yaml ARGS…`, and returns the list of objects.
+fn list_objects(job_dir: &JobDirectory, args: &[&str]) -> Vec<Value> {
     let words =
         [&["--json", "manifest", "kubernetes", "job.yaml", "--image", "example.org/train:1"], args].concat();
     let output = job_dir.run_launch(&words);
     assert_eq!(output.status.code(), Some(0), "{}", output_to_text(&output));
     let list: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let items = list["items"].as_array().unwrap().clone();
+    list["items"].as_array().unwrap().clone()
+}
+
+/// Runs `launch manifest kubernetes job.yaml ARGS…`, and returns the objects by kind.
+fn build_objects(job_dir: &JobDirectory, args: &[&str]) -> impl Fn(&str) -> Value {
+    let items = list_objects(job_dir, args);
     move |kind| items.iter().find(|item| item["kind"] == kind).cloned().unwrap_or(Value::Null)
 }
 
@@ -125,4 +135,44 @@ fn the_batch_script_is_that_of_sbatch() {
         .map(|args| job_dir.run_launch(args));
     assert_eq!(output_to_text(&manifest), output_to_text(&sbatch));
     assert!(output_to_text(&manifest).starts_with("#!/bin/bash"), "{}", output_to_text(&manifest));
+}
+
+/// Returns the errors that the schemas of Kubernetes and JobSet find in `objects`.
+fn validate_objects(python: &Path, job_dir: &JobDirectory, objects: &[Value]) -> Vec<String> {
+    fs::write(job_dir.path("objects.json"), Value::from(objects).to_string()).unwrap();
+    let mut command = isolated_command(python, Path::new(&job_dir.path("")));
+    command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/validate_manifests.py"));
+    let output = command.arg("objects.json").args(KUBERNETES_VERSIONS).output().unwrap();
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", output_to_text(&output)))
+}
+
+#[test]
+fn objects_fit_the_schemas_of_kubernetes_and_jobset() {
+    let test = "join_manifests::objects_fit_the_schemas_of_kubernetes_and_jobset";
+    let Some(python) = support::find_kubernetes_python_or_skip(test) else { return };
+    let job_dir = JobDirectory::new();
+    let line = "--nodes 2:4 --gpus 8 --gpu-resource amd.com/gpu --rdma rdma/ib=2 --cpus 16 --memory 64Gi --shm 8Gi \
+               --volume data:/data --workdir /data/job --namespace research --set run.restarts=3";
+    let options: Vec<&str> = line.split_whitespace().collect();
+    for kind in ["jobset", "job"] {
+        for given in [&["--nodes", "3"][..], &options] {
+            let objects = list_objects(&job_dir, &[&["--kind", kind], given].concat());
+            assert_eq!(validate_objects(&python, &job_dir, &objects), [""; 0], "{kind} {given:?}");
+        }
+    }
+    // The validator finds mistakes in every object, also in the template within a JobSet.
+    for (kind, path, value) in [
+        ("JobSet", "/spec/failurePolicy/maxRestarts", json!("3")),
+        ("JobSet", "/spec/replicatedJobs/0/unknown", json!(1)),
+        ("JobSet", "/spec/replicatedJobs/0/template/spec/template/spec/restartPolice", json!("Never")),
+        ("Secret", "/stringData/key", json!(7)),
+        ("ConfigMap", "/datum", json!({})),
+    ] {
+        let mut objects = list_objects(&job_dir, &options);
+        let object = objects.iter_mut().find(|object| object["kind"] == kind).unwrap();
+        let (parent, name) = path.rsplit_once('/').unwrap();
+        object.pointer_mut(parent).unwrap()[name] = value;
+        let errors = validate_objects(&python, &job_dir, &objects);
+        assert!(errors.len() == 1 && errors[0].starts_with(kind), "{path}: {errors:?}");
+    }
 }

@@ -3,5 +3,6 @@
 mod activation;
 mod containers;
 mod exec;
+mod real_tools;
 mod terminal;
 mod wrap;

@@ -317,6 +317,12 @@ pub(crate) fn find_schema_python_or_skip(test: &str) -> Option<PathBuf> {
     find_environment_or_skip(test, "schema", "jsonschema")
 }
 
+/// Returns the Python with the schemas of Kubernetes and JobSet. Without it, returns `None` to skip
+/// the test, or panics if LAUNCH_TEST_REQUIRE is `all`.
+pub(crate) fn find_kubernetes_python_or_skip(test: &str) -> Option<PathBuf> {
+    find_environment_or_skip(test, "kubernetes", "kubernetes-validate")
+}
+
 /// Returns the Python with Prometheus's client, which parses metrics. Without it, returns `None` to
 /// skip the check, or panics if LAUNCH_TEST_REQUIRE is `all`.
 pub(crate) fn find_prometheus_python_or_skip(test: &str) -> Option<PathBuf> {
@@ -329,6 +335,16 @@ pub(crate) fn find_promtool_or_skip(test: &str) -> Option<PathBuf> {
     let program = find_in_cache("promtool/bin/promtool");
     if program.is_none() {
         report_skip(test, "no promtool; run scripts/setup-tests --all");
+    }
+    program
+}
+
+/// Returns the program `py-spy`, a profiler of Python programs. Without it, returns `None` to skip
+/// the test, or panics if LAUNCH_TEST_REQUIRE is `all`.
+pub(crate) fn find_py_spy_or_skip(test: &str) -> Option<PathBuf> {
+    let program = find_in_cache("py-spy/bin/py-spy");
+    if program.is_none() {
+        report_skip(test, "no py-spy; run scripts/setup-tests");
     }
     program
 }

@@ -38,7 +38,7 @@ fn create_job(container: &str, script: &str) -> JobDirectory {
 }
 
 /// Creates an image with busybox and the file `/marker`, in which the working directory exists.
-fn create_image(job_dir: &JobDirectory) {
+pub(super) fn create_image(job_dir: &JobDirectory) {
     let image = Path::new(&job_dir.path("image")).to_path_buf();
     let workdir = fs::canonicalize(job_dir.path("")).unwrap();
     for directory in ["bin", "dev", "etc", "proc", "sys", "tmp", "home", "root", "usr/bin"] {
@@ -65,7 +65,7 @@ fn wait_until_ready(job_dir: &JobDirectory) {
 }
 
 /// Returns whether containers of Charliecloud can be created on this machine.
-fn has_charliecloud() -> bool {
+pub(super) fn has_charliecloud() -> bool {
     let found = isolated_command("ch-run", Path::new("/")).arg("--version").env("USER", "root").output();
     found.is_ok_and(|output| output.status.success()) && Path::new("/bin/busybox").exists()
 }
