@@ -20,6 +20,6 @@ pub(crate) use controller_socket::{bind_controller_socket, connect_to_controller
 pub(crate) use process_identity::ProcessHandle;
 pub(crate) use registry::{
     JOURNAL_FILE, Run, RunLossReason, RunState, list_runs, load_run, load_run_in_directory, parse_run_record,
-    record_run_end_outside_journal, register_run, register_takeover,
+    read_command, record_run_end_outside_journal, register_run, register_takeover,
 };
 pub(crate) use select::{RunFilter, select_run};

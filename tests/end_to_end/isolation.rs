@@ -4,7 +4,7 @@ use crate::support::{JobDirectory, environment::clean_command, list_files_below,
 use serde_json::json;
 use std::{
     fs,
-    os::unix::fs::PermissionsExt,
+    os::unix::{fs::PermissionsExt, process::CommandExt},
     path::Path,
     process::{Output, Stdio},
     thread::sleep,
@@ -253,6 +253,48 @@ fn records_and_logs_with_extreme_values_are_listed_in_time() {
     assert!(began.elapsed() < WAIT_LIMIT, "{:?}", began.elapsed());
     let raw = job_dir.run_launch(&["logs", "--raw"]).stdout;
     assert!(String::from_utf8_lossy(&raw).contains("\u{1b}]0;t\u{7}"), "the bytes of the log");
+}
+
+/// Checks that `launch ps` needs little memory for many records with long command lines, which may
+/// come from an archive. With all command lines in memory, these records need more than 1 GiB.
+#[test]
+fn many_long_records_are_listed_with_little_memory() {
+    const RUNS: usize = 300;
+    const MEMORY_LIMIT: u64 = 128 << 20;
+    let job_dir = JobDirectory::new();
+    let word_count = 60_000;
+    for number in 0..RUNS {
+        let run = format!("r{number}");
+        let run_dir = job_dir.path("runs/job").join(&run);
+        fs::create_dir_all(&run_dir).unwrap();
+        let record = json!({
+            "version": 1, "run": run, "name": "job", "run_dir": run_dir, "world": 1, "began_ms": number,
+            "command": vec!["x"; word_count], "by": {"host": "another", "boot": "b", "pid": 1, "started": 1},
+        });
+        fs::write(run_dir.join("run.json"), record.to_string()).unwrap();
+    }
+    let list_runs = |args: &[&str]| {
+        let mut command = job_dir.launch_command(args);
+        // SAFETY: setrlimit(2) is async-signal-safe.
+        unsafe {
+            command.pre_exec(|| {
+                Ok(nix::sys::resource::setrlimit(
+                    nix::sys::resource::Resource::RLIMIT_DATA,
+                    MEMORY_LIMIT,
+                    MEMORY_LIMIT,
+                )?)
+            })
+        };
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let table = list_runs(&["ps", "--all"]);
+    assert_eq!(table.lines().count(), RUNS + 1);
+    let listed: Vec<serde_json::Value> = serde_json::from_str(&list_runs(&["ps", "--json"])).unwrap();
+    // Without `--all`, only the newest 20 past runs are listed.
+    assert_eq!((listed.len(), &listed[0]["run"]), (20, &json!("r299")));
+    assert!(listed.iter().all(|run| run["command"].as_array().unwrap().len() == word_count));
 }
 
 /// Checks that a pipe in place of a file that launch reads does not block a command.

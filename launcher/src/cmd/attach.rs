@@ -18,7 +18,7 @@ use crate::{
     plan::Plan,
     private_files::open_private_file_for_appending,
     report::command_output,
-    runs::{Run, RunFilter, RunState},
+    runs::{Run, RunFilter, RunState, read_command},
     secrets::SecretVariables,
 };
 use clap::Args;
@@ -74,6 +74,7 @@ pub(crate) fn run(args: AttachArgs, context: &CommandContext) -> diagnostic::Res
 /// run ends.
 fn take_over_run(args: &AttachArgs, run: Run, context: &CommandContext) -> diagnostic::Result<u8> {
     let record = run.record;
+    let command = read_command(&record);
     let starter =
         args.detached.as_deref().map(parse_detached_option).transpose()?.map(|(_, starter)| starter);
     let signals =
@@ -118,7 +119,7 @@ fn take_over_run(args: &AttachArgs, run: Run, context: &CommandContext) -> diagn
     let options = RunOptions {
         json: context.format.json,
         schema: context.format.schema,
-        command: record.command,
+        command,
         on_controller_loss: ControllerLossAction::Continue,
         secrets: SecretVariables::default(),
         mlflow,

@@ -1,16 +1,18 @@
 //! `launch ps`: lists active and past runs. [`resolve_run`] finds the run that a command names.
 use super::{
     context::CommandContext,
-    output::{print_json, print_text},
+    output::{output_error, print_text},
 };
 use crate::{
     clock::read_unix_time_ms,
     format::format_table,
+    report::command_output,
     runs::{self, Run, RunFilter, RunLossReason, RunState},
 };
 use clap::Args;
 use diagnostic::{Diagnostic, codes::command, quantity::format_duration, terminal_text::filter_line};
 use serde_json::{Value, json};
+use std::io;
 
 /// The largest number of past runs that `launch ps` shows without `--all`.
 const MAX_PAST_RUNS: usize = 20;
@@ -35,13 +37,25 @@ pub(crate) fn run(args: PsArgs, context: &CommandContext) -> diagnostic::Result<
         });
     }
     if context.format.json {
-        return print_json(&runs.iter().map(run_to_json).collect::<Value>());
+        write_json_list(runs.iter().map(run_to_json)).map_err(|error| output_error(&error))?;
+        return Ok(protocol::exit::DONE);
     }
     if runs.is_empty() {
-        crate::report::command_output::write_message("there are no runs\n");
+        command_output::write_message("there are no runs\n");
         return Ok(protocol::exit::DONE);
     }
     print_text(&format_run_table(&runs, read_unix_time_ms()))
+}
+
+/// Writes `values` to stdout as a JSON list on one line. Only one of the values is in memory at a
+/// time.
+fn write_json_list(values: impl Iterator<Item = Value>) -> io::Result<()> {
+    let mut separator = "[";
+    for value in values {
+        command_output::write_json(&format!("{separator}{value}"))?;
+        separator = ",";
+    }
+    command_output::write_json(if separator == "[" { "[]\n" } else { "]\n" })
 }
 
 /// Returns a run as the JSON object that `--json` prints.
@@ -60,7 +74,7 @@ fn run_to_json(run: &Run) -> Value {
         "run": r.run, "name": r.name, "state": format_state(run.state), "loss_reason": loss_reason,
         "exit_code": code, "seconds": seconds,
         "step": run.step, "world": r.world, "began_ms": r.began_ms, "host": r.controller.host,
-        "pid": r.controller.pid, "run_dir": r.run_dir, "command": r.command,
+        "pid": r.controller.pid, "run_dir": r.run_dir, "command": runs::read_command(r),
     })
 }
 

@@ -69,7 +69,6 @@ mod tests {
             run_dir: dir.path().into(),
             world: 1,
             began_ms: 5,
-            command: vec![],
             controller_timeout_ms: None,
             batch_job: None,
             controller: this.clone(),

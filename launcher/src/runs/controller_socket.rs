@@ -93,7 +93,6 @@ mod tests {
             run_dir: "/".into(),
             world: 1,
             began_ms: 5,
-            command: vec![],
             controller_timeout_ms: None,
             batch_job: None,
             controller: ProcessIdentity::current().expect("this process"),

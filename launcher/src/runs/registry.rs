@@ -35,11 +35,18 @@ const MAX_RECORD_READS: usize = 3;
 const MAX_ID_BYTES: usize = 128;
 /// The longest job name, in bytes, that is accepted in `run.json`, the file that describes a run.
 const MAX_NAME_BYTES: usize = 128;
+/// The longest host name or boot id, in bytes, that is accepted in `run.json`. Host names have at
+/// most 253 bytes.
+const MAX_HOST_BYTES: usize = 255;
+/// The longest path of a run directory, in bytes, that is accepted in `run.json`.
+const MAX_RUN_DIR_BYTES: usize = libc::PATH_MAX as usize;
 /// The largest number of runs that the state directory of this user lists, each as a link to the
 /// run's `run.json`. The links of the oldest ended runs are removed first.
 const MAX_RECORDS: usize = 500;
 /// The largest number of entries of one directory that are read when runs are searched.
 const MAX_DIR_ENTRIES: usize = 10_000;
+/// The largest number of `run.json` files that are read when runs are searched. Others are ignored.
+const MAX_READ_RECORDS: usize = 20_000;
 /// The time that is added to `run.controller_timeout` before a run without a controller counts as
 /// lost. The margin is needed because a controller updates the modification time of its journal
 /// only from time to time.
@@ -49,7 +56,8 @@ const UNATTENDED_MARGIN: Duration = Duration::from_secs(60);
 const JOURNAL_TAIL_BYTES: u64 = 256 << 10;
 
 /// The content of `run.json`, the file in a run directory that describes the run and the process
-/// that controls it.
+/// that controls it, without the command line of the run, which [`read_command`] reads. A command
+/// line may have many thousand bytes, and the records of all runs are in memory together.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RunRecord {
     /// The format version of the record, which is the [`RECORD_VERSION`] of the version of launch
@@ -65,8 +73,6 @@ pub(crate) struct RunRecord {
     pub(crate) world: u32,
     /// The start of the run, in milliseconds since 1970.
     pub(crate) began_ms: u64,
-    /// The command line that started the run.
-    pub(crate) command: Vec<String>,
     /// How long the workers continue when the controller is lost, in milliseconds; `None` if they
     /// end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -77,6 +83,21 @@ pub(crate) struct RunRecord {
     /// The controller's process.
     #[serde(rename = "by")]
     pub(crate) controller: ProcessIdentity,
+}
+
+/// The content of `run.json` in the form in which it is written.
+#[derive(Serialize)]
+struct RecordFile<'a> {
+    #[serde(flatten)]
+    record: &'a RunRecord,
+    command: &'a [String],
+}
+
+/// The part of the content of `run.json` that [`read_command`] returns.
+#[derive(Default, Deserialize)]
+struct RecordedCommand {
+    /// The command line that started the run.
+    command: Vec<String>,
 }
 
 /// A run (execution of a job) of this user: its description, its current state and its last
@@ -130,18 +151,18 @@ pub(crate) fn register_run(
     controller_timeout_ms: Option<u64>,
     batch_job: Option<BatchJobRecord>,
 ) -> io::Result<()> {
-    write_record(&RunRecord {
+    let record = RunRecord {
         version: RECORD_VERSION,
         run: plan.run.0.clone(),
         name: name.to_owned(),
         run_dir: plan.run_dir.clone(),
         world: plan.world,
         began_ms: read_unix_time_ms(),
-        command: command.to_vec(),
         controller_timeout_ms,
         batch_job,
         controller: ProcessIdentity::current()?,
-    })
+    };
+    write_record(&record, command)
 }
 
 /// Records in `run.json` that this process is now the controller of a run, which it has taken over
@@ -149,14 +170,27 @@ pub(crate) fn register_run(
 pub(crate) fn register_takeover(run_dir: &Path) -> io::Result<()> {
     let record = read_record(&run_dir.join("run.json"));
     let record = record.ok_or_else(|| io::Error::other("the run directory has no valid `run.json`"))?;
-    write_record(&RunRecord { controller: ProcessIdentity::current()?, ..record })
+    let command = read_command(&record);
+    write_record(&RunRecord { controller: ProcessIdentity::current()?, ..record }, &command)
 }
 
-/// Writes a run's description to `run.json` in its run directory, and links this file from the
-/// directory that lists this user's runs. Removes the oldest links of other runs if there are too
-/// many.
-fn write_record(record: &RunRecord) -> io::Result<()> {
-    write_atomically(&record.run_dir, "run.json", &serde_json::to_vec_pretty(record)?)?;
+/// Reads the command line that started a run from `run.json`. Returns an empty list if the file is
+/// no longer readable or has no command line.
+pub(crate) fn read_command(record: &RunRecord) -> Vec<String> {
+    let read = open_own_file(&record.run_dir.join("run.json")).and_then(|file| {
+        let mut bytes = Vec::new();
+        file.take(MAX_RECORD_BYTES).read_to_end(&mut bytes)?;
+        Ok(serde_json::from_slice::<RecordedCommand>(&bytes)?)
+    });
+    read.unwrap_or_default().command
+}
+
+/// Writes a run's description and command line to `run.json` in its run directory, and links this
+/// file from the directory that lists this user's runs. Removes the oldest links of other runs if
+/// there are too many.
+fn write_record(record: &RunRecord, command: &[String]) -> io::Result<()> {
+    let bytes = serde_json::to_vec_pretty(&RecordFile { record, command })?;
+    write_atomically(&record.run_dir, "run.json", &bytes)?;
     let Some(directory) = resolve_state_dir() else { return Ok(()) };
     create_private_dir(&directory)?;
     remove_old_records(&directory);
@@ -208,7 +242,8 @@ pub(crate) fn list_runs(base: &Path) -> Vec<Run> {
         fs::read_dir(dir).into_iter().flatten().flatten().take(MAX_DIR_ENTRIES).map(|entry| entry.path())
     };
     let local = children(base.join("runs")).flat_map(children).map(|run| run.join("run.json"));
-    for record in linked.into_iter().chain(local).filter_map(|file| read_record(&file)) {
+    let files = linked.into_iter().chain(local).take(MAX_READ_RECORDS);
+    for record in files.filter_map(|file| read_record(&file)) {
         records.entry(record.run.clone()).or_insert(record);
     }
     let mut runs: Vec<Run> = records.into_values().map(load_run).collect();
@@ -255,6 +290,8 @@ pub(crate) fn parse_run_record(text: &[u8]) -> Option<RunRecord> {
         && record.name.len() <= MAX_NAME_BYTES
         && (1..=MAX_WORKERS).contains(&record.world)
         && record.batch_job.as_ref().is_none_or(BatchJobRecord::has_valid_lengths)
+        && [&record.controller.host, &record.controller.boot].iter().all(|text| text.len() <= MAX_HOST_BYTES)
+        && record.run_dir.as_os_str().len() <= MAX_RUN_DIR_BYTES
         && record.run_dir.is_absolute();
     is_valid.then_some(record)
 }
@@ -263,7 +300,7 @@ pub(crate) fn parse_run_record(text: &[u8]) -> Option<RunRecord> {
 /// journal (file of events).
 pub(crate) fn load_run(record: RunRecord) -> Run {
     let alive = record.controller.is_alive();
-    let journal = read_journal_end(&record.run_dir.join(JOURNAL_FILE));
+    let journal = read_journal_end(&record.run_dir.join(JOURNAL_FILE), alive);
     let step = journal.step;
     let end = journal.end.or_else(|| read_recorded_run_end(&record.run));
     let may_continue = record.controller_timeout_ms.is_some_and(|timeout_ms| {
@@ -294,7 +331,8 @@ struct JournalEnd {
 }
 
 /// Reads the last step and the end of a run from the last part of its journal (its file of events).
-fn read_journal_end(journal: &Path) -> JournalEnd {
+/// A run that is active (`is_active`) has no end.
+fn read_journal_end(journal: &Path, is_active: bool) -> JournalEnd {
     let mut bytes = Vec::new();
     let read = open_own_file(journal).and_then(|mut file| {
         let metadata = file.metadata()?;
@@ -303,14 +341,20 @@ fn read_journal_end(journal: &Path) -> JournalEnd {
         metadata.modified()
     });
     let mut journal = JournalEnd { modified: read.ok(), ..JournalEnd::default() };
-    for line in String::from_utf8_lossy(&bytes).lines() {
+    // The newest lines are the last ones, and usually few of them are needed.
+    for line in String::from_utf8_lossy(&bytes).lines().rev() {
         match Event::from_json(line) {
-            Ok(Event::Step { step, .. } | Event::Checkpoint { step, .. }) => journal.step = Some(step),
+            Ok(Event::Step { step, .. } | Event::Checkpoint { step, .. }) => {
+                journal.step = journal.step.or(Some(step));
+            }
             Ok(Event::Done { exit_code, seconds, step }) => {
-                journal.step = step.or(journal.step);
-                journal.end = Some((exit_code, seconds));
+                journal.step = journal.step.or(step);
+                journal.end = journal.end.or(Some((exit_code, seconds)));
             }
             _ => {}
+        }
+        if journal.step.is_some() && (is_active || journal.end.is_some()) {
+            break;
         }
     }
     journal
@@ -351,7 +395,6 @@ mod tests {
             run_dir: run_dir.into(),
             world: 1,
             began_ms: 5,
-            command: vec![],
             controller_timeout_ms: None,
             batch_job: None,
             controller,
@@ -393,7 +436,10 @@ mod tests {
         fs::create_dir_all(dir.path().join("runs/job/other")).expect("a directory");
         fs::write(dir.path().join("runs/job/other/run.json"), "{\"version\": 1").expect("a file");
         let expected = make_record(&run_dir, ProcessIdentity::current().expect("this process"));
-        fs::write(run_dir.join("run.json"), serde_json::to_vec(&expected).expect("JSON")).expect("a file");
+        let command = vec!["launch".to_owned(), "job.yaml".to_owned()];
+        let bytes = serde_json::to_vec(&RecordFile { record: &expected, command: &command }).expect("JSON");
+        fs::write(run_dir.join("run.json"), bytes).expect("a file");
+        assert_eq!(read_command(&expected), command);
         let listed: Vec<RunRecord> =
             list_runs(dir.path()).into_iter().map(|r| r.record).filter(|e| e.run == "r").collect();
         assert_eq!(listed, std::slice::from_ref(&expected));
@@ -445,7 +491,8 @@ mod tests {
     #[test]
     fn the_names_in_a_record_are_stable() {
         let controller = ProcessIdentity { host: "h".into(), boot: "b".into(), pid: 7, start_ticks: 9 };
-        let json = serde_json::to_value(make_record(Path::new("/r"), controller)).expect("JSON");
+        let record = make_record(Path::new("/r"), controller);
+        let json = serde_json::to_value(RecordFile { record: &record, command: &[] }).expect("JSON");
         let expected = serde_json::json!({
             "version": 1, "run": "r", "name": "n", "run_dir": "/r", "world": 1, "began_ms": 5, "command": [],
             "by": {"host": "h", "boot": "b", "pid": 7, "started": 9},
@@ -466,6 +513,52 @@ mod tests {
         assert!(read_back("slurm:c:7".into()).1);
         for id in [String::new(), "x".repeat(4096)] {
             assert_eq!(read_back(id).0, None);
+        }
+    }
+
+    #[test]
+    fn the_values_of_a_record_have_limited_lengths() {
+        let this = ProcessIdentity::current().expect("this process");
+        let is_accepted =
+            |record: RunRecord| parse_run_record(&serde_json::to_vec(&record).expect("JSON")).is_some();
+        let record = make_record(Path::new("/r"), this.clone());
+        let long = "x".repeat(MAX_RUN_DIR_BYTES);
+        assert!(is_accepted(record.clone()));
+        let controllers = [
+            ProcessIdentity { host: long.clone(), ..this.clone() },
+            ProcessIdentity { boot: long.clone(), ..this },
+        ];
+        for controller in controllers {
+            assert!(!is_accepted(RunRecord { controller, ..record.clone() }));
+        }
+        assert!(!is_accepted(RunRecord { name: long.clone(), ..record.clone() }));
+        assert!(!is_accepted(RunRecord { run_dir: Path::new("/").join(long), ..record }));
+    }
+
+    #[test]
+    fn the_last_step_and_the_end_are_found_in_any_order() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let file = dir.path().join(JOURNAL_FILE);
+        let step = |step: u64| {
+            format!(
+                "{{\"event\":\"checkpoint\",\"step\":{step},\"path\":\"/c\",\"bytes\":1,\"seconds\":1,\"time\":1}}\n"
+            )
+        };
+        let done = |step: &str| {
+            format!("{{\"event\":\"done\",\"exit_code\":3,\"step\":{step},\"seconds\":2.5,\"time\":1}}\n")
+        };
+        let (end, no_end) = (Some((3, 2.5)), None);
+        for (journal, expected) in [
+            (step(1) + &step(2), (Some(2), no_end)),
+            (step(1) + &done("4") + "{", (Some(4), end)),
+            (step(1) + &done("null"), (Some(1), end)),
+            (step(1) + &done("4") + &step(5), (Some(5), end)),
+            (String::new(), (None, no_end)),
+        ] {
+            fs::write(&file, &journal).expect("a journal");
+            let found = read_journal_end(&file, false);
+            assert_eq!((found.step, found.end), expected, "{journal}");
+            assert_eq!(read_journal_end(&file, true).step, expected.0, "{journal}");
         }
     }
 

@@ -170,7 +170,6 @@ mod tests {
                 run_dir: "/".into(),
                 world: 1,
                 began_ms: 0,
-                command: vec![],
                 controller_timeout_ms: None,
                 batch_job: None,
                 controller: this.clone(),
