@@ -1,11 +1,11 @@
 //! Writes files of a run directory such that a crash leaves either the old or the new content.
 //! Reads files only if no other user can have written them.
 use crate::private_files::{PRIVATE_FILE_MODE, open_own_file_without_links};
-use nix::unistd::geteuid;
+use jobspec::{OutputFile, resolve_output_file};
 use std::{
     fs::{self, File, OpenOptions},
     io::{self, Read, Write},
-    os::unix::fs::{MetadataExt, OpenOptionsExt},
+    os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
 };
 
@@ -26,25 +26,19 @@ pub(crate) fn replace_file_without_sync(directory: &Path, name: &str, bytes: &[u
 /// Writes `bytes` to `path`, which the user has named as the destination of a command's output.
 ///
 /// A regular file is replaced, atomically and durably, by a file with the permissions `mode`, such
-/// as [`PRIVATE_FILE_MODE`]. A device or a pipe is written to, and not replaced by a file. So is
-/// the destination of a link such as `/dev/stdout`, unless the link belongs to another user.
+/// as [`PRIVATE_FILE_MODE`]. A device or a pipe, such as `/dev/stdout`, is written to, and not
+/// replaced by a file. Links of this user or of root are followed to the file. Links of other users
+/// are replaced.
 pub(crate) fn replace_output_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
-    if is_written_in_place(path) {
-        return OpenOptions::new().write(true).truncate(true).open(path)?.write_all(bytes);
-    }
+    let path = match resolve_output_file(path)? {
+        OutputFile::Replaced(path) => path,
+        OutputFile::WrittenInPlace(path) => {
+            return OpenOptions::new().write(true).truncate(true).open(path)?.write_all(bytes);
+        }
+    };
     let name = path.file_name().and_then(|name| name.to_str());
     let name = name.ok_or_else(|| io::Error::other("the path does not end with the name of a file"))?;
     write_with_mode(path.parent().unwrap_or(Path::new("/")), name, bytes, mode)
-}
-
-/// Returns whether `path` is a device, a pipe or a link of this user or of root, which output must
-/// not replace.
-fn is_written_in_place(path: &Path) -> bool {
-    let Ok(found) = fs::symlink_metadata(path) else { return false };
-    match found.is_symlink() {
-        true => [0, geteuid().as_raw()].contains(&found.uid()),
-        false => !found.is_file() && !found.is_dir(),
-    }
 }
 
 /// Replaces the content of the file `name` in `directory` by `bytes`, atomically and durably, and
@@ -88,6 +82,36 @@ pub(crate) fn read_private_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Checks that a link keeps its place and its target is replaced by a new file, so that readers
+    /// see either the previous or the new content.
+    #[test]
+    fn output_replaces_the_target_of_a_link_atomically() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = |name: &str| dir.path().join(name);
+        fs::create_dir(path("other")).expect("a directory");
+        std::os::unix::fs::symlink("other/file", path("first")).expect("a link");
+        std::os::unix::fs::symlink(path("first"), path("second")).expect("a link");
+        for text in ["old", "new"] {
+            // The target does not exist at first.
+            let previous = File::open(path("other/file"));
+            replace_output_file(&path("second"), text.as_bytes(), PRIVATE_FILE_MODE).expect("written");
+            assert_eq!(fs::read_to_string(path("other/file")).expect("a file"), text);
+            if let Ok(file) = previous {
+                assert_eq!(io::read_to_string(file).expect("the previous file"), "old");
+            }
+        }
+        let files = |name: &str| fs::read_dir(path(name)).expect("a directory").count();
+        assert_eq!((files("."), files("other")), (3, 1), "no temporary file remains");
+        // Only root can give a link to another user.
+        if nix::unistd::geteuid().is_root() {
+            // The link of another user may lead to a file that this user alone may write.
+            std::os::unix::fs::lchown(path("second"), Some(65_534), None).expect("given away");
+            replace_output_file(&path("second"), b"newer", PRIVATE_FILE_MODE).expect("written");
+            assert_eq!(fs::read(path("other/file")).expect("a file"), b"new");
+            assert_eq!(fs::read(path("second")).expect("a file"), b"newer");
+        }
+    }
 
     #[test]
     fn output_replaces_files_and_not_pipes_or_links() {

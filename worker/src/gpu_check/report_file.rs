@@ -2,6 +2,7 @@
 //! that the user requests by `--json`.
 use super::message::{ResultRow, RowResult};
 use diagnostic::{Diagnostic, codes};
+use jobspec::{OutputFile, resolve_output_file};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::{
@@ -139,18 +140,22 @@ fn read_report_bytes(path: &Path) -> io::Result<Vec<u8>> {
 }
 
 /// Writes `bytes` to a new file and renames it to `path`, so that the file at `path` has its old or
-/// its new content after a crash or power loss. A device, a pipe or a link, such as `/dev/stdout`,
-/// is written to, and not replaced by a file.
+/// its new content after a crash or power loss. A device or a pipe, such as `/dev/stdout`, is
+/// written to, and not replaced by a file. Links of this user or of root are followed to the file.
+/// Links of other users are replaced.
 fn replace_file_atomically(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    if fs::symlink_metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir()) {
-        return OpenOptions::new().write(true).truncate(true).open(path)?.write_all(bytes);
-    }
+    let path = match resolve_output_file(path)? {
+        OutputFile::Replaced(path) => path,
+        OutputFile::WrittenInPlace(path) => {
+            return OpenOptions::new().write(true).truncate(true).open(path)?.write_all(bytes);
+        }
+    };
     let mut name = path.file_name().map(OsString::from).unwrap_or_default();
     name.push(format!(".{}.new", std::process::id()));
     let new = path.with_file_name(name);
     let written = File::create(&new)
         .and_then(|mut file| file.write_all(bytes).and_then(|()| file.sync_all()))
-        .and_then(|()| fs::rename(&new, path));
+        .and_then(|()| fs::rename(&new, &path));
     if written.is_err() {
         // The error of writing is more important than that of removing.
         let _ = fs::remove_file(&new);
@@ -190,6 +195,25 @@ mod tests {
         assert_eq!(files, 1, "no temporary file remains");
         let error = create_report().write(&directory.path().join("no/report.json"));
         assert_eq!(error.err().map(|error| error.code()), Some(codes::command::OUTPUT_FAILED));
+    }
+
+    #[test]
+    fn only_links_of_this_user_are_followed() {
+        use std::os::unix::fs::{lchown, symlink};
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = |name: &str| directory.path().join(name);
+        symlink("target", path("link")).expect("a link");
+        create_report().write(&path("link")).expect("written");
+        GpuCheckReport::read(&path("target"), true).expect("the target of the link");
+        assert!(fs::symlink_metadata(path("link")).expect("a link").is_symlink());
+        // Only root can give a link to another user.
+        if nix::unistd::geteuid().is_root() {
+            fs::write(path("target"), "other content").expect("written");
+            lchown(path("link"), Some(65_534), None).expect("given away");
+            create_report().write(&path("link")).expect("written");
+            assert_eq!(fs::read_to_string(path("target")).expect("a file"), "other content");
+            assert!(fs::symlink_metadata(path("link")).expect("a file").is_file());
+        }
     }
 
     #[test]
