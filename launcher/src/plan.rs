@@ -3,6 +3,7 @@
 //!
 //! A plan depends only on the job, the attempt and the inventories of the hosts. Every attempt has
 //! its own plan, because a restart may use other hosts.
+mod absent_ranks;
 mod accelerator_pool;
 mod accelerator_selection;
 mod cpu_binding;
@@ -83,8 +84,6 @@ pub struct Attempt {
 
 /// The largest number of workers on a host.
 const MAX_WORKERS_PER_HOST: u32 = 1024;
-/// The largest number of warnings about ranks in `run.logs.show` that do not exist.
-const MAX_ABSENT_RANK_WARNINGS: usize = 16;
 /// The largest number of workers of a job.
 pub(crate) const MAX_WORKERS: u32 = 1 << 20;
 
@@ -394,30 +393,7 @@ fn collect_warnings(
             );
         }
     }
-    let absent = job.run.logs.show.iter().enumerate().filter(|(_, rank)| **rank >= world);
-    for (i, rank) in absent.take(MAX_ABSENT_RANK_WARNINGS) {
-        let workers = format_count(world, "worker");
-        let message = format!("there is no rank {rank} to show: the job has {workers}");
-        warnings.push(
-            Diagnostic::warning(codes::LOG_RANK_UNKNOWN, message)
-                .with_subject(format!("run.logs.show[{i}]"))
-                .with_field("rank", *rank)
-                .with_field("world_size", world)
-                .with_help("ranks count from 0"),
-        );
-    }
-    for (i, wrap) in job.run.wrap.iter().enumerate() {
-        let Some(rank) = wrap.ranks.largest_rank().filter(|rank| *rank >= world) else { continue };
-        let workers = format_count(world, "worker");
-        let message = format!("there is no rank {rank} to wrap: the job has {workers}");
-        warnings.push(
-            Diagnostic::warning(codes::WRAP_RANK_UNKNOWN, message)
-                .with_subject(format!("run.wrap[{i}].ranks"))
-                .with_field("rank", rank)
-                .with_field("world_size", world)
-                .with_help("ranks count from 0"),
-        );
-    }
+    warnings.extend(absent_ranks::find_absent_rank_warnings(job, world));
     warnings.extend(memory_copies::find_unplaced_copies_warning(job, hosts.len()));
     warnings
 }

@@ -8,6 +8,7 @@ use protocol::{
     control::InterfaceAddress,
     hardware::{Accelerator, CpuTopology},
 };
+use serde_json::json;
 
 /// Loads a job.yaml from its text. Panics if the job is rejected.
 fn load_job_text(text: &str) -> JobSpec {
@@ -173,6 +174,23 @@ fn an_absent_rank_is_warned_about() {
     );
     let paths: Vec<&str> = plan.warnings.iter().map(subject_key).collect();
     assert_eq!(paths, ["run.logs.show[1]"]);
+}
+
+#[test]
+fn the_number_of_further_absent_ranks_is_reported() {
+    let ranks: Vec<String> = (0..1000).map(|rank| rank.to_string()).collect();
+    let wraps = "{ranks: 2, command: [nsys]}, ".repeat(20);
+    let job = format!("run: {{command: [true], logs: {{show: [{}]}}, wrap: [{wraps}]}}", ranks.join(", "));
+    let plan = expect_plan(&load_job_text(&job), &build_inventory(&[0, 1], None));
+    // The job has one worker.
+    for (code, key, omitted) in
+        [(codes::LOG_RANK_UNKNOWN, "run.logs.show", 983), (codes::WRAP_RANK_UNKNOWN, "run.wrap", 4)]
+    {
+        let warnings: Vec<_> = plan.warnings.iter().filter(|warning| warning.code() == code).collect();
+        assert_eq!(warnings.len(), 17);
+        let last = warnings[16].to_json();
+        assert_eq!((subject_key(warnings[16]), &last["fields"]["omitted"]), (key, &json!(omitted)));
+    }
 }
 
 #[test]
