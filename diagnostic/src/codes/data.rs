@@ -48,9 +48,9 @@ codes! {
         remedy: "Name files with text, or JSON lines files with a record on each line.",
     }
     DATA_RECORD_INVALID: Job = "data-record-invalid" {
-        summary: "A line of a JSON lines file is not a usable record.",
-        cause: "The line is not a JSON object, is cut off, is longer than 16 MiB, or its field is not a string.",
-        remedy: "Correct the line that the message names; each line must be one JSON object.",
+        summary: "A line of a JSON lines file, or a row of a Parquet file, is not a usable record.",
+        cause: "The line is not a JSON object, is cut off, or its field is not a string. Or the line or the row is longer than 16 MiB.",
+        remedy: "Correct the line or row that the message names; each line must be one JSON object.",
     }
     DATA_FIELD_MISSING: Job = "data-field-missing" {
         summary: "A record or a Parquet file does not have the field that `train.data.field` names.",
@@ -141,7 +141,7 @@ codes! {
 
     DATA_LIMIT_EXCEEDED: Job = "data-limit-exceeded" {
         summary: "A tokenizer, chat template or Parquet file needs more memory, CPU time, stack or output than its limit.",
-        cause: "The library that interprets the file runs in a sandbox process with limits. A malformed or malicious file can exceed the limits. So can a rule that is slow on a record, such as a regular expression with nested repetitions.",
+        cause: "The library that interprets the file runs in a sandbox process with limits. A malformed or malicious file can exceed the limits. So can a rule that is slow on a record, such as a regular expression with nested repetitions. The text of a Parquet file has at most 64 bytes per byte of the file, or 64 MiB.",
         remedy: "Check the tokenizer or template and the record that the message names. Shorten the record, or use the files of a source that you trust.",
     }
     SANDBOX_FAILED: Cluster = "sandbox-failed" {

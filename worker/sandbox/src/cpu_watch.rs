@@ -16,7 +16,7 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// A function that a thread of a sandbox process is running, with the CPU time that it may use.
 struct LimitedWork {
     id: u64,
-    /// The clock of the thread's CPU time.
+    /// The clock of the CPU time of the thread or of the process.
     clock: libc::clockid_t,
     /// The reading of the clock at which the limit is exceeded.
     deadline: Duration,
@@ -30,7 +30,14 @@ static RUNNING_WORK: Mutex<Vec<LimitedWork>> = Mutex::new(Vec::new());
 /// Runs `work` on this thread, and ends the sandbox process if the work needs more CPU time than
 /// `limit`. Outside of a sandbox process, the limit has no effect.
 pub fn limit_cpu_time<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
-    let _registered = WorkRegistration::new(limit);
+    let _registered = WorkRegistration::new(find_thread_clock(), limit);
+    work()
+}
+
+/// Runs `work`, which may use several threads, and ends the sandbox process if the process needs
+/// more CPU time for the work than `limit`. Outside of a sandbox process, the limit has no effect.
+pub fn limit_process_cpu_time<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
+    let _registered = WorkRegistration::new(libc::CLOCK_PROCESS_CPUTIME_ID, limit);
     work()
 }
 
@@ -40,11 +47,10 @@ struct WorkRegistration(u64);
 
 impl WorkRegistration {
     /// Adds the function that this thread is about to run to the list [`RUNNING_WORK`], with
-    /// `limit` as the function's limit of CPU time.
-    fn new(limit: Duration) -> Self {
+    /// `limit` as the function's limit of CPU time, which `clock` counts.
+    fn new(clock: libc::clockid_t, limit: Duration) -> Self {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        let clock = find_thread_clock();
         let work = LimitedWork { id, clock, deadline: read_clock(clock) + limit, limit };
         RUNNING_WORK.lock().unwrap_or_else(PoisonError::into_inner).push(work);
         WorkRegistration(id)
@@ -72,7 +78,8 @@ pub(crate) fn watch_cpu_time(report: impl Fn(Duration) -> std::convert::Infallib
     }
 }
 
-/// Returns the id of the POSIX clock that counts the CPU time of the calling thread.
+/// Returns the id of the POSIX clock that counts the CPU time of the calling thread. Other threads
+/// can read this clock, too.
 fn find_thread_clock() -> libc::clockid_t {
     let mut clock = libc::CLOCK_THREAD_CPUTIME_ID;
     // SAFETY: the thread is this thread, and `clock` is valid for the write. After a failure
@@ -81,8 +88,8 @@ fn find_thread_clock() -> libc::clockid_t {
     clock
 }
 
-/// Returns the CPU time that a thread has used so far, read from `clock`, the POSIX clock of that
-/// thread. Returns zero if the thread of the clock has ended.
+/// Returns the CPU time that a thread or this process has used so far, read from `clock`, its POSIX
+/// clock. Returns zero if the thread of the clock has ended.
 fn read_clock(clock: libc::clockid_t) -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is valid for the write. After a failure `time` is unchanged.

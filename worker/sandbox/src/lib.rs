@@ -16,7 +16,7 @@ mod server;
 mod system_calls;
 
 pub use confinement::Confinement;
-pub use cpu_watch::limit_cpu_time;
+pub use cpu_watch::{limit_cpu_time, limit_process_cpu_time};
 pub use error::{SandboxError, SandboxFailure};
 pub use limits::{RequestLimits, STACK_BYTES, SandboxSettings};
 pub use messages::{ReplyDecoder, decode_replies};

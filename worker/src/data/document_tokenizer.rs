@@ -12,7 +12,7 @@ use super::{
     interpreter::{
         Document, DocumentOptions, DocumentResult, InterpreterFailure, MAX_RECORDS_PER_REPLY,
         MAX_REQUEST_TEXT_BYTES, OpenParquetReply, Request, RequestStream, RowsReply,
-        documents_request_limits, rows_request_limits,
+        documents_request_limits, long_row_request_limits, rows_request_limits,
     },
     split::SplitFilter,
     token_cache::TokenCacheWriter,
@@ -95,9 +95,9 @@ impl<'a> DocumentTokenizer<'a> {
         DocumentTokenizer { tokenizer, options, filter, stream, batch, sent, writer, cache_path }
     }
 
-    /// Adds a document, or a part of one, to the current batch, and sends the batch to the sandbox
-    /// process for tokenizing once it is large enough. After an error, the documents whose tokens
-    /// are not written are dropped.
+    /// Adds a document, or a part of one, to the current batch. If the batch would become too
+    /// large, first sends it to the sandbox process for tokenizing. After an error, the documents
+    /// whose tokens are not written are dropped.
     pub(crate) fn push(
         &mut self,
         part: DocumentPart,
@@ -116,13 +116,13 @@ impl<'a> DocumentTokenizer<'a> {
             DocumentPart::End if self.tokenizer.is_byte_tokenizer() => return self.end_document(),
             _ => {}
         }
-        self.batch.bytes += size_of::<BatchPart>() + text;
-        self.batch.parts.push(BatchPart { part, path: Arc::clone(path), position });
-        if self.batch.bytes < MAX_REQUEST_TEXT_BYTES {
-            return Ok(());
+        let bytes = size_of::<BatchPart>() + text;
+        if self.batch.bytes + bytes > MAX_REQUEST_TEXT_BYTES {
+            self.send_collected_batch().inspect_err(|_| self.drop_unwritten_documents())?;
         }
-        let sent = self.send_collected_batch();
-        sent.inspect_err(|_| self.drop_unwritten_documents())
+        self.batch.bytes += bytes;
+        self.batch.parts.push(BatchPart { part, path: Arc::clone(path), position });
+        Ok(())
     }
 
     /// Waits until all documents that were added are tokenized, and writes their tokens to the
@@ -326,18 +326,26 @@ impl<'a> DocumentTokenizer<'a> {
     pub(crate) fn tokenize_parquet_file(&mut self, file: &File, path: &Path) -> Result<(), DataError> {
         let limits = rows_request_limits(self.tokenizer.interpreter().threads());
         let (field, is_chat) = (self.options.field, self.options.chat_template.is_some());
-        let read = Request::ReadRows { rows: MAX_RECORDS_PER_REPLY, options: self.document_options() };
+        let options = self.document_options();
+        let build_request =
+            |long_row_bytes| Request::ReadRows { rows: MAX_RECORDS_PER_REPLY, long_row_bytes, options };
         let mut first_row = 1;
+        let file_bytes = file.metadata().map_err(|source| DataError::unreadable(path, source))?.len();
         let open = self.stream.send(&Request::OpenParquet { field, is_chat }, Some(file), &limits);
         let opened = open.and_then(|()| self.stream.receive::<OpenParquetReply>());
         opened
             .map_err(|failure| self.to_parquet_error(failure, path, first_row))?
             .map_err(|problem| DataError::InvalidParquet { path: path.to_path_buf(), problem })?;
         // One more reply than needed arrives, and is empty.
-        let (mut pending, mut at_end) = (0, false);
+        let (mut pending, mut at_end, mut long_row_bytes) = (0, false, None);
         while pending > 0 || !at_end {
-            while !at_end && pending < MAX_PENDING_REQUESTS {
-                let sent = self.stream.send(&read, None, &limits);
+            // A long row is requested alone, with limits for its size.
+            let (max_pending, bytes, limits) = match long_row_bytes {
+                None => (MAX_PENDING_REQUESTS, 0, limits),
+                Some(bytes) => (1, bytes, long_row_request_limits(bytes, file_bytes)),
+            };
+            while !at_end && pending < max_pending {
+                let sent = self.stream.send(&build_request(bytes), None, &limits);
                 sent.map_err(|failure| self.to_parquet_error(failure, path, first_row))?;
                 pending += 1;
             }
@@ -345,6 +353,7 @@ impl<'a> DocumentTokenizer<'a> {
             let reply = reply.map_err(|failure| self.to_parquet_error(failure, path, first_row))?;
             pending -= 1;
             at_end |= reply.at_end;
+            long_row_bytes = reply.long_row_bytes;
             for result in reply.rows {
                 self.write_result(result, path, Some(RecordPosition::Row(first_row)), true)?;
                 first_row += 1;

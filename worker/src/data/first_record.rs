@@ -78,7 +78,8 @@ fn parquet_has_row(
     let limits = rows_request_limits(interpreter.threads());
     let is_chat = options.chat_template.is_some();
     let open = Request::OpenParquet { field: options.field, is_chat };
-    let read = Request::ReadRows { rows: 1, options: to_check_only_options(options) };
+    let options = to_check_only_options(options);
+    let read = Request::ReadRows { rows: 1, long_row_bytes: 0, options };
     stream.send(&open, Some(file), &limits).map_err(failed)?;
     stream.send(&read, None, &limits).map_err(failed)?;
     let opened: OpenParquetReply = stream.receive().map_err(failed)?;

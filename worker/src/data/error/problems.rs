@@ -94,6 +94,18 @@ pub enum RecordProblem {
         /// Longest line that is read, in bytes.
         limit: usize,
     },
+    /// The row of a Parquet file is longer than the limit.
+    #[error("the row is longer than {} MiB", limit >> 20)]
+    RowTooLong {
+        /// Longest row that is read, in bytes.
+        limit: usize,
+    },
+    /// The rows of a Parquet file have too much text for the size of the file.
+    #[error("the rows up to here have more than {} MiB of text, too much for a file of this size", limit >> 20)]
+    TooMuchText {
+        /// Largest size in bytes of the text that is read from the file.
+        limit: u64,
+    },
     /// The JSON object lacks the field with the text or chat.
     #[error(
         "the object has no field `{field}`{}",
@@ -151,7 +163,10 @@ impl RecordProblem {
             RecordProblem::InvalidJson { column, .. } => {
                 error(codes::DATA_RECORD_INVALID).with_field("column", *column).with_help(CONTENT_HELP)
             }
-            RecordProblem::LineTooLong { .. } => {
+            RecordProblem::TooMuchText { limit } => error(codes::DATA_LIMIT_EXCEEDED)
+                .with_field("text_limit_bytes", *limit)
+                .with_help("check that the file comes from a source that you trust"),
+            RecordProblem::LineTooLong { .. } | RecordProblem::RowTooLong { .. } => {
                 error(codes::DATA_RECORD_INVALID).with_help("split the record into shorter ones")
             }
             RecordProblem::UnexpectedChat => error(codes::DATA_RECORD_INVALID).with_help(CONTENT_HELP),

@@ -1,6 +1,6 @@
 //! The sandbox process: interprets tokenizers, chat templates and Parquet files.
 use super::{
-    limits::{MAX_REQUEST_TEXT_BYTES, document_cpu_limit},
+    limits::{MAX_ROWS_TEXT_BYTES, decoding_cpu_limit, document_cpu_limit, documents_cpu_limit},
     message::{
         CompileTemplateReply, DecodeTokensReply, Document, DocumentOptions, DocumentResult,
         LoadTokenizerReply, OpenParquetReply, Request, RowsReply, TokenList,
@@ -23,7 +23,8 @@ use jobspec::LossTargets;
 use protocol::message_pack;
 use rayon::prelude::*;
 use sandbox::{
-    ReportStepFn, RequestHandler, STACK_BYTES, SandboxSettings, limit_cpu_time, take_panic_message,
+    ReportStepFn, RequestHandler, STACK_BYTES, SandboxSettings, limit_cpu_time, limit_process_cpu_time,
+    take_panic_message,
 };
 use serde::Serialize;
 use std::{
@@ -38,7 +39,8 @@ pub(crate) fn create_request_handler(settings: &SandboxSettings) -> Box<dyn Requ
     let threads = rayon::ThreadPoolBuilder::new().num_threads(settings.threads as usize);
     // Without the pool, rayon starts a pool with other stacks at its first use.
     _ = threads.stack_size(STACK_BYTES).build_global();
-    Box::new(InterpreterRequestHandler { interpreter: DocumentInterpreter::default(), rows: None })
+    let interpreter = DocumentInterpreter::default();
+    Box::new(InterpreterRequestHandler { interpreter, rows: None, long_row: None })
 }
 
 /// Handles requests in the sandbox process, with the loaded tokenizer and chat template and the
@@ -46,6 +48,8 @@ pub(crate) fn create_request_handler(settings: &SandboxSettings) -> Box<dyn Requ
 struct InterpreterRequestHandler {
     interpreter: DocumentInterpreter,
     rows: Option<ParquetRows>,
+    /// The next row of the Parquet file, if it was read and needs a separate request.
+    long_row: Option<RowRecord>,
 }
 
 /// The tokenizer and the chat template loaded in the sandbox process, by which all threads convert
@@ -83,8 +87,8 @@ impl RequestHandler for InterpreterRequestHandler {
                 begin(InterpretationStep::ReadRows);
                 encode_reply(&self.open_parquet(file, field, is_chat))
             }
-            Request::ReadRows { rows, options } => {
-                encode_reply(&self.interpret_rows(rows, &options, &mut begin))
+            Request::ReadRows { rows, long_row_bytes, options } => {
+                encode_reply(&self.interpret_rows(rows, long_row_bytes, &options, &mut begin))
             }
             Request::DecodeTokens { tokens } => {
                 begin(InterpretationStep::DecodeTokens);
@@ -121,26 +125,62 @@ enum PreparedDocument<'a> {
     Done(DocumentResult),
 }
 
+impl PreparedDocument<'_> {
+    /// Returns the size in bytes of the text that is tokenized.
+    fn text_bytes(&self) -> usize {
+        match self {
+            PreparedDocument::Text(text) => text.len(),
+            PreparedDocument::Masked(masked) => masked.text.len(),
+            PreparedDocument::Done(_) => 0,
+        }
+    }
+}
+
 impl InterpreterRequestHandler {
     /// Opens the Parquet file that a request passed to the sandbox process as a file descriptor.
     fn open_parquet(&mut self, file: Option<File>, field: &str, is_chat: bool) -> OpenParquetReply {
         let Some(file) = file else { return Err(ParquetProblem::Undecodable("no file".to_owned())) };
-        let opened = catch_unwind(|| ParquetRows::open(file, field, is_chat));
+        self.long_row = None;
+        let open = || limit_cpu_time(decoding_cpu_limit(), || ParquetRows::open(file, field, is_chat));
+        let opened = catch_unwind(open);
         self.rows = Some(opened.unwrap_or(Err(ParquetProblem::DecoderPanicked))?);
         Ok(())
     }
 
-    /// Reads the next rows of the open Parquet file, and renders and tokenizes them on all threads.
+    /// Reads up to `limit` of the next rows of the open Parquet file, and renders and tokenizes
+    /// them on all threads. If the request has limits for a long row of `long_row_bytes` bytes,
+    /// interprets only this row.
     fn interpret_rows(
         &mut self,
         limit: u64,
+        long_row_bytes: usize,
         options: &DocumentOptions,
         begin: &mut dyn FnMut(InterpretationStep),
     ) -> RowsReply {
         begin(InterpretationStep::ReadRows);
-        let Some(rows) = &mut self.rows else { return RowsReply { rows: Vec::new(), at_end: true } };
-        let (records, at_end) =
-            limit_cpu_time(document_cpu_limit(MAX_REQUEST_TEXT_BYTES), || read_rows(rows, limit));
+        let batch = match (&mut self.rows, self.long_row.take_if(|row| row.bytes() <= long_row_bytes)) {
+            (_, Some(row)) => RowBatch { records: vec![Ok(row)], ..RowBatch::default() },
+            (Some(rows), None) if self.long_row.is_none() => {
+                limit_cpu_time(decoding_cpu_limit(), || read_rows(rows, limit, options.tokenize))
+            }
+            (rows, None) => RowBatch { at_end: rows.is_none(), ..RowBatch::default() },
+        };
+        self.long_row = self.long_row.take().or(batch.long_row);
+        let long_row_bytes = self.long_row.as_ref().map(RowRecord::bytes);
+        RowsReply {
+            rows: self.interpret_records(batch.records, options, begin),
+            at_end: batch.at_end,
+            long_row_bytes,
+        }
+    }
+
+    /// Renders and tokenizes rows of a Parquet file on all threads.
+    fn interpret_records(
+        &self,
+        records: Vec<Result<RowRecord, RecordProblem>>,
+        options: &DocumentOptions,
+        begin: &mut dyn FnMut(InterpretationStep),
+    ) -> Vec<DocumentResult> {
         if records.iter().any(|record| matches!(record, Ok(RowRecord::Chat(..)))) {
             begin(InterpretationStep::RenderChats);
         }
@@ -155,8 +195,11 @@ impl InterpreterRequestHandler {
                 interpreter.render_chat(Ok(chat), options)
             }),
         };
-        let prepared = records.into_par_iter().map(prepare).collect();
-        RowsReply { rows: interpreter.tokenize_documents(prepared, options, begin), at_end }
+        let bytes = records.iter().flatten().map(|row| row.bytes() as u64).sum();
+        let limit = documents_cpu_limit(records.len(), bytes);
+        let prepared =
+            limit_process_cpu_time(limit, || records.into_par_iter().map(prepare).collect::<Vec<_>>());
+        interpreter.tokenize_documents(prepared, options, begin)
     }
 }
 
@@ -257,7 +300,9 @@ impl DocumentInterpreter {
             PreparedDocument::Text(text) => self.tokenize_text(&text),
             PreparedDocument::Masked(masked) => self.tokenize_with_loss_mask(&masked),
         };
-        documents.into_par_iter().map(tokenize).collect()
+        let bytes = documents.iter().map(|document| document.text_bytes() as u64).sum();
+        let limit = documents_cpu_limit(documents.len(), bytes);
+        limit_process_cpu_time(limit, || documents.into_par_iter().map(tokenize).collect())
     }
 
     /// Converts a text to tokens with the loaded tokenizer.
@@ -286,28 +331,40 @@ impl DocumentInterpreter {
     }
 }
 
+/// Rows of a Parquet file that are interpreted together.
+#[derive(Default)]
+struct RowBatch {
+    records: Vec<Result<RowRecord, RecordProblem>>,
+    /// Whether the file has no further rows, or cannot be read any further.
+    at_end: bool,
+    /// The row after `records`, if it is so long that it needs a separate request.
+    long_row: Option<RowRecord>,
+}
+
 /// Reads as many of the next rows of the open Parquet file as the sandbox process returns in one
 /// reply. Stops when the rows have enough text or their number reaches `limit`, and after a row
-/// that cannot be used. Returns the rows, and whether there are no further rows to read.
-fn read_rows(rows: &mut ParquetRows, limit: u64) -> (Vec<Result<RowRecord, RecordProblem>>, bool) {
-    let (mut records, mut bytes) = (Vec::new(), 0);
-    while bytes < MAX_REQUEST_TEXT_BYTES && (records.len() as u64) < limit {
+/// that cannot be used. If rows are tokenized, also stops at a row that needs a separate request.
+fn read_rows(rows: &mut ParquetRows, limit: u64, tokenize: bool) -> RowBatch {
+    let (mut batch, mut bytes) = (RowBatch::default(), 0);
+    while bytes < MAX_ROWS_TEXT_BYTES && (batch.records.len() as u64) < limit {
         let row = catch_unwind(AssertUnwindSafe(|| rows.next()));
         let row = row.unwrap_or_else(|_| Some(Err(RecordProblem::RowUnreadable(describe_last_panic()))));
-        let Some(row) = row else { return (records, true) };
-        bytes += size_of::<RowRecord>()
-            + match &row {
-                Ok(RowRecord::Text(text)) => text.len(),
-                Ok(RowRecord::Chat(_, bytes)) => *bytes,
-                Err(_) => 0,
-            };
-        let is_last = row.is_err();
-        records.push(row);
-        if is_last {
-            return (records, true);
+        match row {
+            None => batch.at_end = true,
+            Some(Ok(row)) if tokenize && row.bytes() > MAX_ROWS_TEXT_BYTES => batch.long_row = Some(row),
+            Some(Ok(row)) => {
+                bytes += size_of::<RowRecord>() + row.bytes();
+                batch.records.push(Ok(row));
+                continue;
+            }
+            Some(Err(problem)) => {
+                batch.records.push(Err(problem));
+                batch.at_end = true;
+            }
         }
+        break;
     }
-    (records, false)
+    batch
 }
 
 /// Converts the tokenizer library's result for a document (tokens or an error) to the result that

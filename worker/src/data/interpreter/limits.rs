@@ -3,12 +3,13 @@ use sandbox::RequestLimits;
 use std::time::Duration;
 
 /// Memory in bytes that any request to the sandbox process may use; long documents get additional
-/// memory. The largest tokenizers in use, with 262,144 tokens, need half of it. The small
-/// tokenizers of the tests reach a lower limit sooner.
-const BASE_MEMORY_BYTES: u64 = if cfg!(test) { 256 << 20 } else { 896 << 20 };
+/// memory. The largest tokenizers in use, with 262,144 tokens, need 448 MiB. Together with the
+/// other processes of a job, the sandbox process needs less than 1 GiB. The small tokenizers of the
+/// tests reach a lower limit sooner.
+const BASE_MEMORY_BYTES: u64 = if cfg!(test) { 256 << 20 } else { 832 << 20 };
 /// Total size in bytes of the documents being interpreted at one time for which
 /// [`BASE_MEMORY_BYTES`] bytes of memory suffice. More text needs additional memory.
-const SHORT_DOCUMENTS_BYTES: u64 = 1 << 20;
+const SHORT_DOCUMENTS_BYTES: u64 = 2 << 20;
 /// Memory in bytes that a request may use, beyond [`BASE_MEMORY_BYTES`], for each byte of text
 /// beyond [`SHORT_DOCUMENTS_BYTES`]. 170 bytes were measured.
 const MEMORY_PER_TEXT_BYTE: u64 = 192;
@@ -23,7 +24,7 @@ const CPU_TIME_PER_MIB: Duration = Duration::from_secs(8);
 const LOAD_CPU_TIME_PER_MIB: Duration = Duration::from_millis(150);
 /// CPU time that the sandbox process may use for a request with several documents, in addition to
 /// the time for the size of their text.
-const CPU_TIME_PER_REQUEST: Duration = Duration::from_secs(8);
+const CPU_TIME_PER_REQUEST: Duration = Duration::from_secs(6);
 /// Largest size in bytes of a reply of the sandbox process that contains no tokens. Replies may
 /// contain a chat template.
 const BASE_REPLY_BYTES: u64 = 4 << 20;
@@ -33,7 +34,13 @@ const BASE_REPLY_BYTES: u64 = 4 << 20;
 const REPLY_BYTES_PER_TEXT_BYTE: u64 = 16;
 /// Largest total size in bytes of the documents' text in one request to the sandbox process. Only a
 /// single document may be longer.
-pub(crate) const MAX_REQUEST_TEXT_BYTES: usize = 4 << 20;
+pub(crate) const MAX_REQUEST_TEXT_BYTES: usize = 2 << 20;
+/// Size in bytes of the text of Parquet rows from which on no further row is read for the same
+/// reply. A row that is longer than this size is interpreted alone, with limits for its size.
+pub(crate) const MAX_ROWS_TEXT_BYTES: usize = 1 << 20;
+/// Size in bytes of the text of a long Parquet row, per byte of the file, up to which the row gets
+/// additional memory and CPU time. A few bytes of a compressed file may contain megabytes of text.
+const MAX_TEXT_PER_FILE_BYTE: u64 = 4;
 /// Largest number of records that the sandbox process returns in one reply to a request for rows of
 /// a Parquet file.
 pub(crate) const MAX_RECORDS_PER_REPLY: u64 = 1 << 16;
@@ -65,20 +72,41 @@ pub(crate) fn documents_request_limits(sizes: impl Iterator<Item = usize>, threa
     sizes.sort_unstable_by(|a, b| b.cmp(a));
     let bytes: u64 = sizes.iter().sum();
     let at_once: u64 = sizes.iter().take(threads).sum();
-    let cpu = if sizes.len() == 1 { BASE_CPU_TIME } else { CPU_TIME_PER_REQUEST };
     RequestLimits {
-        cpu: cpu + scale_cpu_time_to_bytes(CPU_TIME_PER_MIB, bytes),
+        cpu: documents_cpu_limit(sizes.len(), bytes),
         memory_bytes: BASE_MEMORY_BYTES
             + MEMORY_PER_TEXT_BYTE * at_once.saturating_sub(SHORT_DOCUMENTS_BYTES),
         reply_bytes: BASE_REPLY_BYTES + REPLY_BYTES_PER_TEXT_BYTE * bytes,
     }
 }
 
-/// Returns the limits of memory, CPU time and reply size for a request for Parquet rows, assuming
-/// the largest permitted size of their text.
+/// Returns the CPU time that the sandbox process may use to render or to tokenize `count` documents
+/// with together `bytes` bytes.
+pub(super) fn documents_cpu_limit(count: usize, bytes: u64) -> Duration {
+    let base = if count == 1 { BASE_CPU_TIME } else { CPU_TIME_PER_REQUEST };
+    base + scale_cpu_time_to_bytes(CPU_TIME_PER_MIB, bytes)
+}
+
+/// Returns the CPU time that the sandbox process may use to open a Parquet file, or to decode the
+/// rows of one reply. Decoding a reply was measured to take milliseconds.
+pub(super) fn decoding_cpu_limit() -> Duration {
+    BASE_CPU_TIME
+}
+
+/// Returns the limits of memory, CPU time and reply size for a request for Parquet rows of which
+/// each has at most [`MAX_ROWS_TEXT_BYTES`] bytes of text, and all but one have together less.
 pub(crate) fn rows_request_limits(threads: usize) -> RequestLimits {
-    let size = MAX_REQUEST_TEXT_BYTES / threads.max(2);
-    documents_request_limits(std::iter::repeat_n(size, threads.max(2)), threads)
+    let limits = documents_request_limits([MAX_ROWS_TEXT_BYTES; 2].into_iter(), threads);
+    RequestLimits { cpu: limits.cpu + decoding_cpu_limit(), ..limits }
+}
+
+/// Returns the limits of memory, CPU time and reply size for the request for one long row of
+/// `row_bytes` bytes of a Parquet file of `file_bytes` bytes.
+pub(crate) fn long_row_request_limits(row_bytes: usize, file_bytes: u64) -> RequestLimits {
+    let allowed = file_bytes.saturating_mul(MAX_TEXT_PER_FILE_BYTE).max(MAX_ROWS_TEXT_BYTES as u64);
+    let limits = |bytes: usize| documents_request_limits([bytes].into_iter(), 1);
+    let reply_bytes = limits(row_bytes).reply_bytes;
+    RequestLimits { reply_bytes, ..limits(row_bytes.min(usize::try_from(allowed).unwrap_or(usize::MAX))) }
 }
 
 /// Returns the largest memory limit in bytes of any request to the sandbox process if no document

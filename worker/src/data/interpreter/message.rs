@@ -50,6 +50,9 @@ pub(crate) enum Request<'a> {
     ReadRows {
         /// Largest number of rows to read.
         rows: u64,
+        /// The size in bytes of the long row, reported in an earlier reply, that this request has
+        /// limits for. Zero if there is none.
+        long_row_bytes: usize,
         /// The options of all rows.
         #[serde(borrow)]
         options: DocumentOptions<'a>,
@@ -119,6 +122,9 @@ pub(crate) struct RowsReply {
     pub(crate) rows: Vec<DocumentResult>,
     /// Whether the file has no further rows, or cannot be read any further.
     pub(crate) at_end: bool,
+    /// The size in bytes of the next row if the row is so long that it needs a request with limits
+    /// for its size.
+    pub(crate) long_row_bytes: Option<usize>,
 }
 
 /// The reply of the sandbox process to a request to open a Parquet file: success, or why the file

@@ -16,7 +16,8 @@ pub use client::SANDBOX_ARGUMENT;
 pub(crate) use client::{InterpreterFailure, RequestStream, SandboxInterpreter, TemplateSource};
 pub(crate) use handler::create_request_handler;
 pub(crate) use limits::{
-    MAX_RECORDS_PER_REPLY, MAX_REQUEST_TEXT_BYTES, documents_request_limits, rows_request_limits,
+    MAX_RECORDS_PER_REPLY, MAX_REQUEST_TEXT_BYTES, documents_request_limits, long_row_request_limits,
+    rows_request_limits,
 };
 pub(crate) use message::{
     DecodeTokensReply, Document, DocumentOptions, DocumentResult, OpenParquetReply, Request, RowsReply,
@@ -28,6 +29,8 @@ pub(crate) use {
     template::CompiledTemplate,
 };
 
+#[cfg(test)]
+mod parquet_limit_tests;
 #[cfg(test)]
 mod speed_tests;
 #[cfg(test)]

@@ -3,6 +3,7 @@
 use crate::data::{
     chat_record::{ChatRecord, TOOLS_FIELD},
     error::{ParquetProblem, RecordProblem},
+    json_lines::MAX_LINE_BYTES,
 };
 use minijinja::Value;
 use parquet::{
@@ -24,6 +25,14 @@ const MAX_LISTED_COLUMNS: usize = 8;
 /// addition to the bytes of its text.
 const VALUE_OVERHEAD_BYTES: usize = 64;
 
+/// The size in bytes of the text in all rows that any Parquet file may have. The tests have smaller
+/// files.
+const MAX_TEXT_OF_SMALL_FILE_BYTES: u64 = if cfg!(test) { 4 << 20 } else { 64 << 20 };
+/// The size in bytes of the text in all rows that a Parquet file may have for each byte of the
+/// file. The compression of text by a factor of 20 is unusual. Without this limit, the text of a
+/// few bytes of a dictionary and of a run length fills every disk.
+const MAX_TEXT_PER_FILE_BYTE: u64 = 64;
+
 /// The content of one row of a Parquet file: a text or a chat.
 pub(crate) enum RowRecord {
     /// A complete text.
@@ -32,11 +41,25 @@ pub(crate) enum RowRecord {
     Chat(ChatRecord, usize),
 }
 
+impl RowRecord {
+    /// Returns the size of the text, or the estimated size of the chat, in bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        match self {
+            RowRecord::Text(text) => text.len(),
+            RowRecord::Chat(_, bytes) => *bytes,
+        }
+    }
+}
+
 /// Reads the rows of an open Parquet file in order, each as a text or a chat.
 pub(crate) struct ParquetRows {
     rows: RowIter<'static>,
     field: String,
     is_chat: bool,
+    /// The size in bytes of the rows that were read.
+    read_bytes: u64,
+    /// The largest size in bytes of all rows.
+    max_bytes: u64,
 }
 
 impl ParquetRows {
@@ -45,10 +68,24 @@ impl ParquetRows {
     /// columns.
     pub(crate) fn open(file: File, field: &str, is_chat: bool) -> Result<Self, ParquetProblem> {
         let undecodable = |e: ParquetError| ParquetProblem::Undecodable(e.to_string());
+        let size = file.metadata().map_err(|e| ParquetProblem::Undecodable(e.to_string()))?.len();
+        let max_bytes = size.saturating_mul(MAX_TEXT_PER_FILE_BYTE).max(MAX_TEXT_OF_SMALL_FILE_BYTES);
         let reader = SerializedFileReader::new(file).map_err(undecodable)?;
         let columns = select_columns_to_read(reader.metadata().file_metadata().schema(), field, is_chat)?;
         let rows = RowIter::from_file_into(Box::new(reader)).project(Some(columns)).map_err(undecodable)?;
-        Ok(ParquetRows { rows, field: field.to_owned(), is_chat })
+        Ok(ParquetRows { rows, field: field.to_owned(), is_chat, read_bytes: 0, max_bytes })
+    }
+
+    /// Checks the size of a row, and the size of all rows that were read.
+    fn check_size(&mut self, row: RowRecord) -> Result<RowRecord, RecordProblem> {
+        if row.bytes() > MAX_LINE_BYTES {
+            return Err(RecordProblem::RowTooLong { limit: MAX_LINE_BYTES });
+        }
+        self.read_bytes += (row.bytes() + VALUE_OVERHEAD_BYTES) as u64;
+        match self.read_bytes > self.max_bytes {
+            true => Err(RecordProblem::TooMuchText { limit: self.max_bytes }),
+            false => Ok(row),
+        }
     }
 
     /// Converts a row of the Parquet file to the text or the chat that it contains.
@@ -82,7 +119,7 @@ impl Iterator for ParquetRows {
     fn next(&mut self) -> Option<Self::Item> {
         let row = self.rows.next()?;
         Some(match row {
-            Ok(row) => self.convert_row(row),
+            Ok(row) => self.convert_row(row).and_then(|row| self.check_size(row)),
             Err(e) => Err(RecordProblem::RowUnreadable(e.to_string())),
         })
     }

@@ -30,7 +30,7 @@ fn run_sandbox() {
 
 /// Returns a tokenizer.json with the words a, b and c and an end-of-document token, and with the
 /// given normalizer, pre-tokenizer and model.
-fn build_tokenizer_json(normalizer: Value, pre_tokenizer: Value, model: Option<Value>) -> String {
+pub(super) fn build_tokenizer_json(normalizer: Value, pre_tokenizer: Value, model: Option<Value>) -> String {
     let vocab = json!({"a": 0, "b": 1, "c": 2});
     let model = model.unwrap_or(json!({"type": "WordLevel", "vocab": vocab, "unk_token": "c"}));
     json!({
@@ -43,7 +43,7 @@ fn build_tokenizer_json(normalizer: Value, pre_tokenizer: Value, model: Option<V
 }
 
 /// Returns a data section with `file` as its only source.
-fn create_spec(file: &str, format: RecordFormat, tokenizer: TokenizerSpec) -> DataSpec {
+pub(super) fn create_spec(file: &str, format: RecordFormat, tokenizer: TokenizerSpec) -> DataSpec {
     let source = DataSource {
         name: String::new(),
         weight: 1.0,

@@ -122,14 +122,16 @@ fn interpret_rows(bytes: &[u8], field: &str, is_chat: bool) -> Result<(), Unusab
     let opened: OpenParquetReply = stream.receive().map_err(to_unusable_input_error)?;
     opened.map_err(|problem| build_unusable_input_error(&problem))?;
     let options = create_options(field, LossTargets::All);
+    let mut long_row_bytes = 0;
     for _ in 0..MAX_ROW_REQUESTS {
-        let request = Request::ReadRows { rows: MAX_RECORDS_PER_REPLY, options };
+        let request = Request::ReadRows { rows: MAX_RECORDS_PER_REPLY, long_row_bytes, options };
         let reply: RowsReply =
             stream.call(&request, &rows_request_limits(THREADS)).map_err(to_unusable_input_error)?;
         reply.rows.into_iter().try_for_each(require_usable_result)?;
         if reply.at_end {
             break;
         }
+        long_row_bytes = reply.long_row_bytes.unwrap_or(0);
     }
     Ok(())
 }
