@@ -42,7 +42,7 @@ type FuzzTarget = fn(&[u8]);
 
 /// The fuzz targets (functions that pass fuzzed bytes to one parser each), with the names by which
 /// `FUZZ_TARGET` selects them. `fuzz/run` reads the names from these lines.
-const TARGETS: [(&str, FuzzTarget); 40] = [
+const TARGETS: [(&str, FuzzTarget); 43] = [
     ("adapter_config", |bytes| drop(ckpt::untrusted::parse_adapter_config(bytes))),
     ("dcp_metadata", |bytes| drop(ckpt::untrusted::parse_dcp_metadata(bytes))),
     ("manifest", |bytes| drop(ckpt::untrusted::parse_manifest(bytes))),
@@ -65,6 +65,7 @@ const TARGETS: [(&str, FuzzTarget); 40] = [
     ("control", |bytes| drop(launcher::untrusted::parse_control_stream(bytes))),
     ("deepspeed", |bytes| drop(launcher::untrusted::parse_deepspeed_config(bytes))),
     ("encrypted", |bytes| drop(launcher::untrusted::parse_encrypted_connection(bytes))),
+    ("error_file", |bytes| drop(launcher::untrusted::parse_error_file(bytes))),
     ("flight_recorder", |bytes| drop(launcher::untrusted::parse_flight_recorder(bytes))),
     ("host_list", |bytes| drop(launcher::untrusted::parse_host_list(bytes))),
     ("hostfile", |bytes| drop(launcher::untrusted::parse_hostfile(bytes))),
@@ -78,10 +79,12 @@ const TARGETS: [(&str, FuzzTarget); 40] = [
     ("store", |bytes| drop(launcher::untrusted::parse_store_requests(bytes))),
     ("tree_frames", |bytes| drop(launcher::untrusted::parse_tree_frames(bytes))),
     ("chat_template", |bytes| drop(worker::untrusted::interpret_chat_template(bytes))),
+    ("file_pattern", |bytes| drop(worker::untrusted::parse_file_pattern(bytes))),
     ("model_config", |bytes| drop(worker::untrusted::parse_model_config(bytes))),
     ("parquet", |bytes| drop(worker::untrusted::interpret_parquet(bytes))),
     ("record", |bytes| drop(worker::untrusted::parse_record(bytes))),
     ("sandbox_replies", |bytes| drop(worker::untrusted::parse_sandbox_replies(bytes))),
+    ("tokenizer_config", |bytes| drop(worker::untrusted::parse_tokenizer_config(bytes))),
     ("tokenizer", |bytes| drop(worker::untrusted::interpret_tokenizer(bytes))),
 ];
 

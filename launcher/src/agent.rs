@@ -34,6 +34,7 @@ mod tree_node;
 mod usage;
 mod watchdog;
 
+pub(crate) use error_file::parse_error_message;
 pub(crate) use hang::is_flight_recorder_dump;
 pub use startup::{AgentOptions, main};
 

@@ -238,6 +238,15 @@ pub fn parse_flight_recorder(bytes: &[u8]) -> ParseResult {
     if is_dump { Ok(()) } else { Err("not a dump of a flight recorder".into()) }
 }
 
+/// Parses untrusted bytes as the file in which a failed program has recorded its error
+/// (`TORCHELASTIC_ERROR_FILE`).
+pub fn parse_error_file(bytes: &[u8]) -> ParseResult {
+    match crate::agent::parse_error_message(bytes) {
+        Some(_) => Ok(()),
+        None => Err("not a file with an error message".into()),
+    }
+}
+
 /// Parses untrusted text as the invitation of an agent, a line with the controller's addresses and
 /// the key of the job.
 pub fn parse_invitation(bytes: &[u8]) -> ParseResult {

@@ -34,6 +34,17 @@ pub fn parse_record(bytes: &[u8]) -> UntrustedReadResult {
     Ok(())
 }
 
+/// Parses an untrusted file pattern of the training data, such as `data/{a,b}*.jsonl`, without
+/// searching for files.
+pub fn parse_file_pattern(bytes: &[u8]) -> UntrustedReadResult {
+    Ok(data::parse_untrusted_pattern(str::from_utf8(bytes)?)?)
+}
+
+/// Parses an untrusted tokenizer_config.json.
+pub fn parse_tokenizer_config(bytes: &[u8]) -> UntrustedReadResult {
+    Ok(data::parse_companion(str::from_utf8(bytes)?)?)
+}
+
 /// Decodes untrusted bytes as the replies that launch receives from a sandbox process.
 pub fn parse_sandbox_replies(bytes: &[u8]) -> UntrustedReadResult {
     sandbox::decode_replies(bytes, MAX_REPLY_BYTES)?;

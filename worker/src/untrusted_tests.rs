@@ -23,8 +23,10 @@ type Reader = fn(&[u8]) -> UntrustedReadResult;
 
 /// The readers to test. Each has the extension of its files in the corpus, and the number of
 /// mutated copies that are made of each file.
-const READERS: [(&str, Reader, u64); 6] = [
+const READERS: [(&str, Reader, u64); 8] = [
     ("config", parse_model_config, 2000),
+    ("companion", parse_tokenizer_config, 4000),
+    ("pattern", parse_file_pattern, 4000),
     ("record", parse_record, 4000),
     ("replies", parse_sandbox_replies, 4000),
     ("template", interpret_chat_template, 150),

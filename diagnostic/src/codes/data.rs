@@ -14,7 +14,7 @@ codes! {
     }
     DATA_PATTERN_INVALID: Job = "data-pattern-invalid" {
         summary: "A pattern of data files is malformed.",
-        cause: "A bracket or brace is not closed, `**` is combined with other characters, or the braces stand for more than 1024 patterns.",
+        cause: "A bracket or brace is not closed, `**` is combined with other characters, the braces stand for more than 1024 patterns, or the pattern is longer than 64 KiB.",
         remedy: "Correct the pattern; `*`, `?`, `[a-z]`, `{a,b}` and `**` between slashes are supported.",
     }
     DATA_FILE_NOT_REGULAR: Job = "data-file-not-regular" {

@@ -32,7 +32,7 @@ pub(super) fn read_error_message(file: &Path) -> Option<String> {
 /// Parses the content of the file in which a failed worker program has recorded its error
 /// (`TORCHELASTIC_ERROR_FILE`). Returns the error message, joined to one line and truncated, or
 /// `None` if the content is invalid or the message is empty.
-fn parse_error_message(text: &[u8]) -> Option<String> {
+pub(crate) fn parse_error_message(text: &[u8]) -> Option<String> {
     let value: Value = serde_json::from_slice(text).ok()?;
     let message = value.get("message")?;
     let message = message.get("message").unwrap_or(message).as_str()?;

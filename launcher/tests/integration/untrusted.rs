@@ -16,7 +16,7 @@ const TOKENS: &[u8] = b"[]-,:@=&*!{}\n \t#\"'|%\0\xff\x80\xdd\xdf\xc6";
 type Parser = fn(&[u8]) -> ParseResult;
 
 /// The parsers under test, each with the file extension of its inputs in the corpus.
-const PARSERS: [(&str, Parser); 16] = [
+const PARSERS: [(&str, Parser); 17] = [
     ("control", launcher::untrusted::parse_control_stream),
     ("hostfile", launcher::untrusted::parse_hostfile),
     ("hosts", launcher::untrusted::parse_host_list),
@@ -34,6 +34,7 @@ const PARSERS: [(&str, Parser); 16] = [
     ("tree", launcher::untrusted::parse_tree_frames),
     ("dump", launcher::untrusted::parse_flight_recorder),
     ("mlflow", launcher::untrusted::parse_mlflow_answer),
+    ("error", launcher::untrusted::parse_error_file),
 ];
 
 /// Returns the names and the contents of the files in `tests/corpus`, and of the valid streams of

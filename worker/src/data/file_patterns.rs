@@ -19,6 +19,12 @@ use std::{
 /// Maximum number of patterns to which the braces in one file pattern, such as `data/{a,b}.txt`,
 /// may be expanded. A pattern that expands to more is an error.
 const MAX_BRACE_ALTERNATIVES: usize = 1024;
+/// Largest size in bytes of a file pattern. The braces of the longest pattern expand to texts of
+/// together 64 MiB.
+const MAX_PATTERN_BYTES: usize = 64 << 10;
+
+/// Number of characters at the start of an overlong file pattern that an error message shows.
+const MAX_SHOWN_PATTERN_CHARS: usize = 80;
 
 /// The path and the size of a data file that a file pattern matches.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -98,6 +104,11 @@ fn expand_pattern(pattern: &str, workdir: &Path, found: &mut Vec<DataFile>) -> R
     if pattern.is_empty() || pattern.contains('\0') {
         return Err(invalid(FilePatternProblem::EmptyOrNul));
     }
+    if pattern.len() > MAX_PATTERN_BYTES {
+        let problem = FilePatternProblem::TooLong { limit: MAX_PATTERN_BYTES };
+        let start = pattern.chars().take(MAX_SHOWN_PATTERN_CHARS).chain(['…']).collect();
+        return Err(DataError::InvalidPattern { pattern: start, problem });
+    }
     // A file of exactly this name has precedence over the meaning of wildcards in the name.
     let exact = workdir.join(pattern);
     if let Some(meta) = read_metadata(&exact)? {
@@ -118,6 +129,14 @@ fn expand_pattern(pattern: &str, workdir: &Path, found: &mut Vec<DataFile>) -> R
         walk.search_directory(base, 0)?;
     }
     Ok(())
+}
+
+/// Parses an untrusted file pattern without searching for files.
+pub(crate) fn parse_untrusted_pattern(pattern: &str) -> Result<(), FilePatternProblem> {
+    if pattern.len() > MAX_PATTERN_BYTES {
+        return Err(FilePatternProblem::TooLong { limit: MAX_PATTERN_BYTES });
+    }
+    expand_braces(pattern)?.iter().try_for_each(|alternative| parse_pattern_parts(alternative).map(drop))
 }
 
 /// Reads the metadata of the file or directory at `path`, following symbolic links. Returns `None`
@@ -190,11 +209,12 @@ enum PatternPart {
     AnyDirectories,
 }
 
-/// Splits a file pattern without braces into its parts between slashes.
+/// Splits a file pattern without braces into its parts between slashes. Adjacent `**` are one part.
 fn parse_pattern_parts(pattern: &str) -> Result<Vec<PatternPart>, FilePatternProblem> {
     let mut parts = Vec::new();
     for name in pattern.split('/').filter(|n| !n.is_empty() && *n != ".") {
         parts.push(match name {
+            "**" if matches!(parts.last(), Some(PatternPart::AnyDirectories)) => continue,
             "**" => PatternPart::AnyDirectories,
             _ if name.contains("**") => return Err(FilePatternProblem::RecursiveNotAlone),
             _ if name.contains(['*', '?', '[', '\\']) => {
@@ -394,6 +414,23 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn long_patterns_need_little_memory_and_stack() {
+        let dir = create_file_tree(TREE_FILES);
+        // Each of the braces doubles the number of alternatives.
+        for pattern in ["{a,b}".repeat(100_000), "x".repeat(MAX_PATTERN_BYTES + 1)] {
+            let DataError::InvalidPattern { pattern: shown, problem } =
+                list_matched_files(&dir, &[&pattern]).unwrap_err()
+            else {
+                panic!("an overlong pattern")
+            };
+            assert_eq!(problem, FilePatternProblem::TooLong { limit: MAX_PATTERN_BYTES });
+            assert!(shown.len() < 100, "{shown}");
+        }
+        let files = list_matched_files(&dir, &[&("**/".repeat(20_000) + "b.txt")]).unwrap();
+        assert_eq!(files, ["b.txt"]);
     }
 
     #[test]

@@ -30,7 +30,10 @@ mod token_cache_builder;
 mod tokenizer;
 mod tokenizer_files;
 
-pub(crate) use interpreter::untrusted::{interpret_chat_template, interpret_parquet, interpret_tokenizer};
+pub(crate) use file_patterns::parse_untrusted_pattern;
+pub(crate) use interpreter::untrusted::{
+    interpret_chat_template, interpret_parquet, interpret_tokenizer, parse_companion,
+};
 pub(crate) use json_lines::{parse_chat_record, parse_text_record};
 
 pub use dataset::Dataset;

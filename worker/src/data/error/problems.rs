@@ -17,6 +17,12 @@ pub enum FilePatternProblem {
     /// The pattern has no characters, or contains a NUL byte.
     #[error("the pattern is empty or contains a NUL byte")]
     EmptyOrNul,
+    /// The pattern is too long.
+    #[error("the pattern is longer than {} KiB", limit >> 10)]
+    TooLong {
+        /// Longest pattern that is accepted, in bytes.
+        limit: usize,
+    },
     /// The braces of the pattern expand to too many patterns.
     #[error("the braces stand for more than {limit} patterns")]
     TooManyAlternatives {

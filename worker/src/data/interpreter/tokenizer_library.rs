@@ -96,6 +96,16 @@ fn parse_companions<'a>(
     companions.iter().filter(|(name, _)| name.ends_with(".json")).map(parse).collect()
 }
 
+/// Parses an untrusted tokenizer_config.json, and reads the special tokens and the chat template
+/// from it. Fails if the text is not JSON. Returns whether the chat template is valid.
+pub(super) fn check_companion(text: &str) -> Result<Result<(), ChatTemplateProblem>, TokenizerProblem> {
+    let companions = [(TOKENIZER_CONFIG_FILE, text)];
+    let parsed = parse_companions(&companions).map_err(|(_, problem)| problem)?;
+    let config = parsed.first().map(|(_, config)| config);
+    drop(list_special_tokens(config, ""));
+    Ok(find_chat_template(&companions, config).map(drop))
+}
+
 /// Finds the tokenizer's token that ends a document, and returns its text and id. `companions` are
 /// name and content of the companion files, and `tokenizer_file` is the name of tokenizer.json.
 fn find_eod_token<'a>(

@@ -7,6 +7,7 @@ use super::{
     client::{InterpreterFailure, SandboxInterpreter, TemplateSource},
     limits::{MAX_RECORDS_PER_REPLY, load_request_limits, rows_request_limits},
     message::{Document, DocumentOptions, DocumentResult, OpenParquetReply, Request, RowsReply},
+    tokenizer_library,
 };
 use crate::data::{split::SplitFilter, tokenizer_files::TOKENIZER_FILE};
 use jobspec::LossTargets;
@@ -102,6 +103,13 @@ pub(crate) fn interpret_tokenizer(json: &str) -> Result<(), UnusableInput> {
     let tokens = [0, info.eod, info.vocab_size.saturating_sub(1), u32::MAX];
     INTERPRETER.decode_tokens(&tokens).map_err(to_unusable_input_error)?;
     Ok(())
+}
+
+/// Parses an untrusted tokenizer_config.json.
+pub(crate) fn parse_companion(text: &str) -> Result<(), UnusableInput> {
+    let checked = tokenizer_library::check_companion(text);
+    let template = checked.map_err(|problem| build_unusable_input_error(&problem))?;
+    template.map_err(|problem| build_unusable_input_error(&problem))
 }
 
 /// Reads the rows of an untrusted Parquet file in the sandbox process, as texts and as chats.
