@@ -28,11 +28,11 @@ use std::ffi::{OsStr, OsString};
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: LaunchCommand,
-    /// Print events, results and errors as JSON on stdout; `logs`, `stop`, `manifest slurm`,
-    /// `gpu-check`, `completions` and `man` print only errors as JSON
+    /// Print events, results and errors as JSON on stdout; `logs`, `top`, `stop`, `exec`,
+    /// `manifest slurm`, `gpu-check`, `completions` and `man` print only errors as JSON
     #[arg(long, global = true)]
     pub(crate) json: bool,
-    /// Print the debug log on stderr: -v decisions, -vv also messages between processes, -vvv
+    /// Print the debug log on stderr: -v shows decisions, -vv also messages between processes, -vvv
     /// everything; the variable LAUNCH_LOG overrides this option
     #[arg(long, short, global = true, action = ArgAction::Count)]
     pub(crate) verbose: u8,

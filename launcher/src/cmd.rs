@@ -46,6 +46,7 @@ pub(crate) enum LaunchCommand {
     /// Run a job (the default command)
     Run(run_args::RunArgs),
     /// Show the ranks, environment and memory of a job without starting anything
+    #[command(after_help = plan::HELP)]
     Plan(job_preparation::JobArgs),
     /// Check every host of a job: connection, GPUs, storage, ports, clocks, network
     Check(check::CheckArgs),

@@ -42,13 +42,13 @@ use std::{
 pub(crate) const TORCHRUN_HELP: &str = "The options after the name of the command are those of torchrun. Options of \
     launch come before the name: `launch --json torchrun …`. An option that launch cannot honour is an error.\nOn several \
     nodes, start the command once on each node, and set LAUNCH_KEY_FILE to a file with the same key on all nodes, or set \
-    LAUNCH_INSECURE=1.\n`torchrun --help` of the original program describes the options; \
+    LAUNCH_INSECURE=1 to use no key.\n`torchrun --help` of the original program describes the options; \
     docs/cli.md#drop-in-commands lists the differences.";
 /// The text at the end of the help of `launch accelerate`.
 pub(crate) const ACCELERATE_HELP: &str = "The options after `launch` are those of `accelerate launch`. Options of launch come \
-    before: `launch --json accelerate launch …`. An option that launch cannot honour is an error.\nOn several machines, start \
+    before `accelerate`: `launch --json accelerate launch …`. An option that launch cannot honour is an error.\nOn several machines, start \
     the command once on each machine, and set LAUNCH_KEY_FILE to a file with the same key on all machines, or set \
-    LAUNCH_INSECURE=1.\nOther commands, such as `accelerate config`, run the original program.\n`accelerate launch --help` of the original program describes the options; \
+    LAUNCH_INSECURE=1 to use no key.\nOther commands, such as `accelerate config`, run the original program.\n`accelerate launch --help` of the original program describes the options; \
     docs/cli.md#drop-in-commands lists the differences.";
 /// The text at the end of the help of `launch deepspeed`.
 pub(crate) const DEEPSPEED_HELP: &str = "The options after the name of the command are those of deepspeed. Options of launch \

@@ -28,6 +28,10 @@ use protocol::{
 use serde_json::{Map, Value, json};
 use std::{fmt::Write, time::Duration};
 
+/// The text at the end of the help of `launch plan`.
+pub(crate) const HELP: &str = "With --verbose, the command also activates the environments of `run.activate` on this \
+    machine, and shows which variables they change.";
+
 /// Runs `launch plan`: prints which worker of a job would run where, with which CPUs, GPUs and
 /// environment, and returns the exit code.
 pub(crate) fn run(args: JobArgs, context: &CommandContext) -> diagnostic::Result<u8> {

@@ -19,7 +19,7 @@ section! {
     /// `None` stands for new adapters. The directory has PEFT's layout, and its path is relative to
     /// the workdir. Its `adapter_config.json` replaces all settings below except `dropout`.
     pub from: Option<PathBuf> = Key::optional(path_type(), "none: new adapters").ignoring_section_rules();
-    /// The rank, which is the number of rows of A and of columns of B.
+    /// The rank: the number of rows of an adapter's matrix A, and of columns of its matrix B.
     ///
     /// An adapter is the matrix product B·A.
     pub rank: u32 = Key::new(integer_type(1..=1 << 16), "8");

@@ -19,7 +19,7 @@ section! {
     /// The services that record what the job does.
     #[derive(Default)]
     pub struct ObserveSpec at "observe";
-    /// Where the controller serves the metrics of the run: `127.0.0.1:PORT` or `unix:PATH`.
+    /// The address at which the controller serves the metrics of the run.
     pub metrics: Option<String> = Key::optional(metrics_address_type(), "no metrics are served");
     /// The MLflow server that records the run; `None` for no server.
     pub mlflow: Option<MlflowSpec> = optional_inner_section();

@@ -52,7 +52,7 @@ section! {
     /// Each item is a name pattern. The values are never shown.
     pub pass_env: Vec<String> =
         Key::new(described_list_type("list of patterns", "a list of patterns of names", variable_pattern_type()), "[]");
-    /// The environments of each host that its workers use, such as a virtual environment.
+    /// The environments that workers use on each host, such as a virtual environment.
     ///
     /// A login shell activates them in this order, once per host. An empty list activates nothing.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -115,7 +115,7 @@ section! {
     pub controller_lease_ms: u64 = Key::new(lease_type(), "60s").with_rules(LEASE_RULES);
     /// What workers do when the [controller is lost](design/processes.md#loss-of-the-controller).
     pub on_controller_loss: Option<ControllerLossAction> =
-        Key::optional(choice_type(), "`stop`; with `--detach` and in Slurm `continue`");
+        Key::optional(choice_type(), "`stop`; with `--detach`, with `--replace-controller` and in Slurm `continue`");
     /// How long workers continue without a controller before they save and stop, with
     /// `on_controller_loss: continue`.
     pub controller_timeout_ms: u64 = Key::new(duration_type(), "15m").with_rules(CONTROLLER_TIMEOUT_RULES);

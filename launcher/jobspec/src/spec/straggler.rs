@@ -19,7 +19,7 @@ const MAX_STRAGGLER_STEPS: u64 = 10_000;
 section! {
     /// When a rank that slows down the others is reported.
     pub struct StragglerSpec at "run.straggler";
-    /// The share of the step time that a rank must cost to be reported as
+    /// The share of the step time by which a rank must delay the steps to be reported as
     /// [slow](observability.md#slow-ranks).
     pub share: Option<f64> = Key::new(positive_share_type().or_none("off"), "0.1");
     /// The number of steps for which the rank must be slow.

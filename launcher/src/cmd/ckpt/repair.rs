@@ -13,7 +13,8 @@ pub(super) struct RepairArgs {
     /// Checkpoint of any kind, or directory of checkpoints
     #[arg(value_name = "CHECKPOINT")]
     pub(super) dir: PathBuf,
-    /// Directory to create [default: NAME.repaired next to CHECKPOINT, whose name is NAME]
+    /// Directory to create [default: NAME.repaired next to CHECKPOINT, where NAME is the name of
+    /// CHECKPOINT]
     #[arg(long, value_name = "DIR", conflicts_with = "in_place")]
     pub(super) out: Option<PathBuf>,
     /// Replace CHECKPOINT with the result, and keep the original as NAME.before-repair

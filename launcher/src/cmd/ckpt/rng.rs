@@ -26,7 +26,8 @@ pub(super) struct RngArgs {
     /// Reseed every stream
     #[arg(long)]
     pub(super) reseed: bool,
-    /// Directory to create [default: launch-wM/NAME next to CHECKPOINT, whose name is NAME]
+    /// Directory to create [default: launch-wM/NAME next to CHECKPOINT, where NAME is the name of
+    /// CHECKPOINT]
     #[arg(long, value_name = "DIR", conflicts_with = "in_place")]
     pub(super) out: Option<PathBuf>,
     /// Replace CHECKPOINT atomically

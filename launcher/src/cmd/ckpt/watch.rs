@@ -24,7 +24,7 @@ const MAX_SCAN_INTERVAL: Duration = Duration::from_secs(10);
 /// Arguments of `launch ckpt watch`.
 #[derive(Clone, Debug, Args)]
 pub(super) struct WatchArgs {
-    /// Directory to watch, which may not exist yet
+    /// Directory to watch, which need not exist yet
     #[arg(value_name = "DIR")]
     pub(super) dir: PathBuf,
     /// Verify every byte of each checkpoint

@@ -16,7 +16,8 @@ pub struct GpuCheckArgs {
     /// Number of the GPU, from 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub device: usize,
-    /// Compare only a few shapes, and measure no speeds; train no models without --tiny
+    /// Compare only a few shapes, and measure no speeds; train no models, unless --tiny is also
+    /// given
     #[arg(long)]
     pub quick: bool,
     /// Train very small models, for slow GPUs

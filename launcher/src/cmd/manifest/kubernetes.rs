@@ -49,7 +49,8 @@ pub(super) struct KubernetesArgs {
     /// Kind of object that creates the pods
     #[arg(long, default_value = "jobset")]
     kind: WorkloadKind,
-    /// Number of nodes, one pod each: N or MIN:MAX [default: cluster.join.nodes]
+    /// Number of nodes, one pod each: N or MIN:MAX [default: cluster.join.nodes; required without
+    /// this key]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(NodeCount))]
     nodes: Option<NodeCount>,
     /// Namespace of the objects [default: that of kubectl]
