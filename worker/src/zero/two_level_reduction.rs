@@ -202,10 +202,14 @@ mod tests {
         parts.iter().flat_map(|part| part.host_slice().iter().map(|x| x.to_bits())).collect()
     }
 
+    /// A tested reduction: the numbers of hosts and of ranks on each host, the micro-batches of each
+    /// rank, and the length of the part that each rank owns.
+    type ReductionCase = (usize, usize, Vec<Range<usize>>, Vec<usize>);
+
     #[test]
     fn two_levels_have_the_bits_of_one_level() {
         let one_by_one = |world: usize, first: usize| (0..world).map(|r| first + r..first + r + 1).collect();
-        let cases: [(usize, usize, Vec<Range<usize>>, Vec<usize>); 5] = [
+        let cases: [ReductionCase; 5] = [
             (2, 2, one_by_one(4, 0), vec![5, 0, 7, 3]),
             (2, 2, one_by_one(4, 8), vec![4; 4]),
             (3, 2, one_by_one(6, 6), vec![1, 2, 3, 4, 5, 6]),
