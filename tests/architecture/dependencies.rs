@@ -1,14 +1,17 @@
-//! Checks sources and licenses of all crates in `Cargo.lock` against `deny.toml`, also where
+//! Checks sources, licenses and names of all crates in `Cargo.lock` against `deny.toml`, also where
 //! cargo-deny is not installed. Only cargo-deny knows advisories.
 use crate::repository::{read_field, read_text, repository_root};
 use serde_json::Value;
-use std::{collections::BTreeSet, process::Command};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    process::Command,
+};
 
 /// The only source of crates that are not part of this repository.
 const REGISTRY: &str = "registry+https://github.com/rust-lang/crates.io-index";
 
-/// Returns all packages that the lock file names for the platforms of `deny.toml`.
-fn list_all_packages() -> Vec<Value> {
+/// Returns the packages and their dependencies that the lock file names, as cargo prints them.
+fn read_metadata() -> Value {
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--offline", "--locked", "--format-version", "1"])
         .args(["--filter-platform", "x86_64-unknown-linux-gnu"])
@@ -16,8 +19,21 @@ fn list_all_packages() -> Vec<Value> {
         .output()
         .expect("cargo runs");
     assert!(output.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&output.stderr));
-    let mut metadata: Value = serde_json::from_slice(&output.stdout).expect("JSON");
-    serde_json::from_value(metadata["packages"].take()).expect("packages")
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+/// Returns the crates that `deny.toml` bans, each with the only crates that may depend on it.
+fn read_banned_crates(deny: &str) -> BTreeMap<&str, BTreeSet<&str>> {
+    let list = deny.split_once("\ndeny = [").expect("a list of banned crates").1;
+    let entries = list.lines().take_while(|line| *line != "]");
+    let entries = entries.filter_map(|line| line.trim().strip_prefix("{ name = \"")?.split_once('"'));
+    entries.map(|(name, rest)| (name, read_wrappers(rest))).collect()
+}
+
+/// Returns the crates that an entry of the banned crates lists as `wrappers`.
+fn read_wrappers(entry: &str) -> BTreeSet<&str> {
+    let list = entry.split_once("wrappers = [").map_or("", |(_, list)| list);
+    list.split(']').next().unwrap_or_default().split('"').skip(1).step_by(2).collect()
 }
 
 /// Returns the licenses that `deny.toml` allows.
@@ -73,7 +89,8 @@ fn crates_come_from_the_registry_and_have_allowed_licenses() {
     let deny = read_text(&repository_root().join("deny.toml"));
     let allowed = read_allowed_licenses(&deny);
     assert!(allowed.contains("MIT"), "{allowed:?}");
-    let packages = list_all_packages();
+    let metadata = read_metadata();
+    let packages = metadata["packages"].as_array().expect("packages");
     assert!(packages.len() > 100, "{}", packages.len());
     let mut rejected = Vec::new();
     for package in packages.iter().filter(|package| !package["source"].is_null()) {
@@ -87,6 +104,29 @@ fn crates_come_from_the_registry_and_have_allowed_licenses() {
         }
     }
     assert!(rejected.is_empty(), "{}", rejected.join("\n"));
+}
+
+#[test]
+fn no_crate_depends_on_a_banned_one() {
+    let deny = read_text(&repository_root().join("deny.toml"));
+    let banned = read_banned_crates(&deny);
+    assert!(banned["serde_yaml"].is_empty() && banned["openssl-sys"].contains("libssh2-sys"), "{banned:?}");
+    let metadata = read_metadata();
+    let packages = metadata["packages"].as_array().expect("packages").iter();
+    let names: BTreeMap<&str, &str> =
+        packages.map(|package| (read_field(package, "id"), read_field(package, "name"))).collect();
+    let mut used = 0;
+    for node in metadata["resolve"]["nodes"].as_array().expect("nodes") {
+        let dependent = names[read_field(node, "id")];
+        for dependency in node["dependencies"].as_array().expect("dependencies") {
+            let dependency = names[dependency.as_str().expect("an ID")];
+            if let Some(wrappers) = banned.get(dependency) {
+                assert!(wrappers.contains(dependent), "{dependent} depends on {dependency}");
+                used += 1;
+            }
+        }
+    }
+    assert!(used > 0, "libssh2-sys depends on openssl-sys");
 }
 
 #[test]
