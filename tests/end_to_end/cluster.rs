@@ -10,7 +10,9 @@ mod stop_requests;
 mod top;
 mod unmodified_programs;
 
-use crate::support::{self, FinishedRun, JobDirectory, TINY_JOB, simulated_hosts::SimulatedHosts};
+use crate::support::{
+    self, FinishedRun, JobDirectory, TINY_JOB, poll_pauses::PollPauses, simulated_hosts::SimulatedHosts,
+};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -130,13 +132,14 @@ impl ActiveRun {
 /// Panics if processes remain after [`WAIT_LIMIT`], or if a check fails.
 fn assert_nothing_left(hosts: &SimulatedHosts, names: &[&str]) {
     let began = Instant::now();
+    let mut pauses = PollPauses::new();
     loop {
         let left: Vec<_> = names.iter().flat_map(|host| hosts.list_processes(host)).collect();
         if left.is_empty() {
             break;
         }
         assert!(began.elapsed() < WAIT_LIMIT, "processes are left: {left:?}");
-        thread::sleep(Duration::from_millis(10));
+        pauses.pause();
     }
     for host in names {
         let files = hosts.run_shell(host, "ls -A /dev/shm; ls -A /root/.cache/launch/bin | wc -l");
@@ -393,9 +396,10 @@ fn the_store_outlives_the_ranks_of_its_host() {
     let shells =
         |host: &str| hosts.list_processes(host).iter().filter(|(_, l)| l.contains("until [ -e go ]")).count();
     let began = Instant::now();
+    let mut pauses = PollPauses::new();
     while HOSTS.iter().map(|host| shells(host)).ne([0, 2, 2, 2]) {
         assert!(began.elapsed() < WAIT_LIMIT);
-        thread::sleep(Duration::from_millis(10));
+        pauses.pause();
     }
     fs::write(job_dir.path("go"), "").unwrap();
     run.wait_for_end().expect_success();

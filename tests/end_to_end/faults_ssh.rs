@@ -5,6 +5,7 @@
 //! every position (scripts/bench/faults).
 use crate::support::{
     environment::{clean_command, create_test_directory, launch_command},
+    poll_pauses::PollPauses,
     simulated_hosts::SimulatedHosts,
 };
 use nix::{
@@ -206,6 +207,7 @@ impl FourHostJob<'_> {
         let mut reported = None;
         let mut cleaned = None;
         let mut status = None;
+        let mut pauses = PollPauses::new();
         while reported.is_none() || cleaned.is_none() {
             if reported.is_none()
                 && let Some(ended) = self.child.try_wait().unwrap()
@@ -219,7 +221,7 @@ impl FourHostJob<'_> {
                 false => cleaned = None,
             }
             assert!(since.elapsed() < WAIT_LIMIT, "processes are left: {left:?}\n{}", self.read_output());
-            thread::sleep(Duration::from_millis(10));
+            pauses.pause();
         }
         let out = fs::read_to_string(self.dir.path().join("out")).unwrap();
         let mut failures: Vec<Value> = out.lines().filter_map(|l| serde_json::from_str(l).ok()).collect();
@@ -385,13 +387,14 @@ fn run_fault_case(hosts: &SimulatedHosts, fault: InjectedFault, host: usize) -> 
 /// fails.
 fn assert_nothing_left(hosts: &SimulatedHosts, what: &str) {
     let began = Instant::now();
+    let mut pauses = PollPauses::new();
     loop {
         let left: Vec<_> = HOSTS.iter().flat_map(|host| hosts.list_processes(host)).collect();
         if left.is_empty() {
             break;
         }
         assert!(began.elapsed() < WAIT_LIMIT, "{what}: processes are left: {left:?}");
-        thread::sleep(Duration::from_millis(10));
+        pauses.pause();
     }
     for host in HOSTS {
         let files = hosts.run_shell(host, "ls -A /dev/shm /tmp; ls -A /root/.cache/launch/bin | wc -l");

@@ -2,7 +2,10 @@
 //! 65534, so the tests need root.
 mod served_page;
 
-use crate::support::{FinishedRun, JobDirectory, environment::clean_command, output_to_text, report_skip};
+use crate::support::{
+    FinishedRun, JobDirectory, environment::clean_command, output_to_text, poll_pauses::PollPauses,
+    report_skip,
+};
 use std::{
     collections::BTreeSet,
     fs,
@@ -77,12 +80,13 @@ fn run_as_other_user(script: &str) -> Output {
 #[track_caller]
 fn wait_for<T>(name: &str, mut look: impl FnMut() -> Option<T>) -> T {
     let began = Instant::now();
+    let mut pauses = PollPauses::new();
     loop {
         if let Some(found) = look() {
             return found;
         }
         assert!(began.elapsed() < WAIT_LIMIT, "timeout: {name}");
-        sleep(Duration::from_millis(20));
+        pauses.pause();
     }
 }
 

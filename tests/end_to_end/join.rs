@@ -1,7 +1,7 @@
 //! Tests jobs whose nodes join: one `launch` on each of several hosts in namespaces, which have no
 //! sshd.
 use crate::support::{
-    FinishedRun, JobDirectory, environment::LAUNCH_EXECUTABLE, output_to_text,
+    FinishedRun, JobDirectory, environment::LAUNCH_EXECUTABLE, output_to_text, poll_pauses::PollPauses,
     simulated_hosts::SimulatedHosts,
 };
 use nix::{
@@ -92,9 +92,10 @@ impl Nodes {
 #[track_caller]
 fn wait_until(what: &str, mut is_true: impl FnMut() -> bool) {
     let began = Instant::now();
+    let mut pauses = PollPauses::new();
     while !is_true() {
         assert!(began.elapsed() < WAIT_LIMIT, "not within {WAIT_LIMIT:?}: {what}");
-        thread::sleep(Duration::from_millis(20));
+        pauses.pause();
     }
 }
 

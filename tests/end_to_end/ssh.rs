@@ -5,6 +5,7 @@ mod openssh;
 
 use crate::support::{
     environment::{clean_command, create_test_directory, launch_command},
+    poll_pauses::PollPauses,
     simulated_hosts::SimulatedHosts,
 };
 use serde_json::Value;
@@ -423,9 +424,10 @@ fn the_workers_of_every_host_end_with_the_controller() {
     };
     let until = |expected: &str, limit: u64| {
         let end = Instant::now() + Duration::from_secs(limit);
+        let mut pauses = PollPauses::new();
         while ["h0", "h1"].iter().any(|h| count(h) != expected) {
             assert!(Instant::now() < end, "not {expected} sleepers within {limit} s");
-            std::thread::sleep(Duration::from_millis(50));
+            pauses.pause();
         }
     };
     until("2", 30);

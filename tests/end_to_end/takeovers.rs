@@ -11,7 +11,7 @@ mod stalling_directory;
 
 use crate::support::{
     FinishedRun, JobDirectory, TINY_JOB, environment::LAUNCH_EXECUTABLE, output_to_text,
-    simulated_hosts::SimulatedHosts, slowed_worker::SlowedWorker,
+    poll_pauses::PollPauses, simulated_hosts::SimulatedHosts, slowed_worker::SlowedWorker,
 };
 use disk::RunDirectoryDisk;
 use nix::{
@@ -41,9 +41,10 @@ const COUNTING_SCRIPT: &str =
 #[track_caller]
 fn wait_until(what: &str, mut is_true: impl FnMut() -> bool) {
     let began = Instant::now();
+    let mut pauses = PollPauses::new();
     while !is_true() {
         assert!(began.elapsed() < WAIT_LIMIT, "not within {WAIT_LIMIT:?}: {what}");
-        thread::sleep(Duration::from_millis(20));
+        pauses.pause();
     }
 }
 
@@ -177,6 +178,7 @@ impl RunHosts {
     #[track_caller]
     fn wait_for_no_process_on(&self, hosts: &[&str]) {
         let began = Instant::now();
+        let mut pauses = PollPauses::new();
         loop {
             let mut left: Vec<_> = hosts.iter().flat_map(|host| self.hosts.list_processes(host)).collect();
             // A session whose client is lost with its host ends after minutes.
@@ -185,7 +187,7 @@ impl RunHosts {
                 return;
             }
             assert!(began.elapsed() < WAIT_LIMIT, "processes are left: {left:?}");
-            thread::sleep(Duration::from_millis(20));
+            pauses.pause();
         }
     }
 

@@ -3,7 +3,9 @@
 use crate::support::{
     TINY_JOB, assert_snapshot,
     environment::{LAUNCH_EXECUTABLE, SIMULATION_ROOT, clean_command},
-    generate_corpus, output_to_text, report_skip,
+    generate_corpus, output_to_text,
+    poll_pauses::PollPauses,
+    report_skip,
 };
 use nix::fcntl::{Flock, FlockArg};
 use serde_json::Value;
@@ -39,12 +41,13 @@ pub(super) fn wait_until<T>(
     mut look: impl FnMut() -> Option<T>,
 ) -> T {
     let began = Instant::now();
+    let mut pauses = PollPauses::new();
     loop {
         if let Some(found) = look() {
             return found;
         }
         assert!(began.elapsed() < WAIT_LIMIT, "{what} didn't happen:\n{}", context());
-        std::thread::sleep(Duration::from_millis(50));
+        pauses.pause();
     }
 }
 
