@@ -58,8 +58,7 @@ def run_rank(scenario, directory):
         main = next(stack for stack in stacks if stack["main"])
         for frame in main["frames"]:
             frame["file"] = frame["file"].replace(str(ROOT) + "/", "").replace(sys.prefix, "")
-        evidence = {"rank": rank, "groups": hook._list_status(dist.distributed_c10d), "entries": hook._list_entries(),
-                    "answered": True, "stack": main["frames"], "in_native_call": in_call,
+        evidence = {"rank": rank, **hook._describe_collectives(dist.distributed_c10d), "answered": True, "stack": main["frames"], "in_native_call": in_call,
                     "thread": {"state": "S", "wait_channel": "", "wait": "futex", "busy": False}}
         Path(directory, f"evidence-{rank}.json").write_text(json.dumps(evidence))
         time.sleep(4)  # the other ranks record, too

@@ -4,6 +4,7 @@ mod builtin;
 mod containers;
 mod stalled_file;
 mod torch_timeouts;
+mod waits;
 
 use crate::support::{self, JobDirectory};
 use serde_json::{Value, json};

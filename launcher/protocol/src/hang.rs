@@ -23,6 +23,9 @@ pub struct RankEvidence {
     pub stack: Vec<StackFrame>,
     /// Whether the innermost frame of the main thread is in a call of native code.
     pub in_native_call: bool,
+    /// The transfer with another rank in which the main thread waits, according to its stack.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub transfer: Option<Transfer>,
     /// The main thread, as the kernel describes it; `None` if the process has ended.
     pub thread: Option<ThreadState>,
     /// What the thread that trains does, in the built-in training; `None` for a program.
@@ -76,6 +79,31 @@ pub struct CollectiveEntry {
     pub inputs: String,
     /// The types of the inputs, as text.
     pub dtypes: String,
+    /// The sizes of the outputs, as text; empty if unknown.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub outputs: String,
+    /// The types of the outputs, as text; empty if unknown.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub output_dtypes: String,
+}
+
+/// A call of `torch.distributed` that waits until another rank sends or receives a tensor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Transfer {
+    /// The function that was called, such as `recv`.
+    pub operation: TransferOperation,
+    /// The other rank.
+    pub peer: Rank,
+}
+
+/// The direction of a transfer of a tensor between two ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TransferOperation {
+    /// The rank sends the tensor.
+    Send,
+    /// The rank receives the tensor.
+    Recv,
 }
 
 /// A frame of a Python stack: function, file and line.
@@ -120,6 +148,8 @@ pub enum WaitKind {
     Sleep,
     /// One of several descriptors.
     Poll,
+    /// The end of a child process.
+    Child,
     /// The thread is not in a system call, or the system call is unknown.
     #[default]
     Other,
@@ -224,9 +254,10 @@ pub enum HangKind {
 /// A collective in which ranks of a job that hangs are waiting.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WaitingCollective {
-    /// The name of the process group.
+    /// The name of the process group; empty while the group is created.
     pub group: String,
-    /// The number of the collective in its group.
+    /// The number of the collective in its group; 0 for a call that creates a group, and for a
+    /// transfer between two ranks.
     pub seq: i64,
     /// The name of the collective; `None` if unknown.
     pub operation: Option<String>,
@@ -277,6 +308,8 @@ pub enum RankActivity {
     Sleeps,
     /// The thread waits for one of several descriptors.
     Polls,
+    /// The thread waits for the end of a child process.
+    WaitsForChild,
     /// The thread executes Python code.
     RunsPython,
     /// The thread executes native code that Python has called.
@@ -301,6 +334,9 @@ pub struct CollectiveCallOfRanks {
     pub inputs: String,
     /// The types of the inputs, as text.
     pub dtypes: String,
+    /// The sizes of the outputs, as text; empty if unknown.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub outputs: String,
     /// The frame of the program in which the first of the ranks has called the collective; `None`
     /// if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -318,6 +354,7 @@ impl fmt::Display for RankActivity {
             RankActivity::WaitsForLock => "waits for a lock",
             RankActivity::Sleeps => "sleeps",
             RankActivity::Polls => "waits for events",
+            RankActivity::WaitsForChild => "waits for a child process",
             RankActivity::RunsPython => "runs Python code",
             RankActivity::RunsNative => "runs native code",
             RankActivity::Ended => "has ended",

@@ -95,7 +95,7 @@ pub(super) fn collect_evidence(request: EvidenceRequest) -> Vec<RankEvidence> {
     let find = |worker: HangingWorker| {
         let process =
             directory.and_then(|directory| HookProcess::find_for_rank(directory, worker.rank, &worker.tree));
-        let pid = process.as_ref().map_or(worker.pid, |process| process.pid());
+        let pid = process.as_ref().map_or_else(|| find_python(&worker), |process| process.pid());
         ObservedWorker { pid, process, thread: MainThread::observe(pid), answer: None, worker }
     };
     let mut subjects: Vec<ObservedWorker> = workers.into_iter().map(find).collect();
@@ -135,6 +135,14 @@ pub(super) fn collect_evidence(request: EvidenceRequest) -> Vec<RankEvidence> {
         }
     };
     subjects.into_iter().map(build).collect()
+}
+
+/// Returns the pid of the first process of a worker that loads the hang hook and has no process
+/// groups, such as a child process of a shell. Returns the pid of the worker if there is none.
+fn find_python(worker: &HangingWorker) -> u32 {
+    let mut pids = worker.tree.iter().filter_map(|pid| u32::try_from(*pid).ok());
+    let found = pids.find(|pid| faulthandler::handles_stacks_signal(*pid));
+    found.filter(|_| !worker.is_builtin).unwrap_or(worker.pid)
 }
 
 /// Builds the evidence about one hanging rank that runs a program (not the built-in training).

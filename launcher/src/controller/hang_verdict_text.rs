@@ -14,7 +14,11 @@ const MAX_LISTED_ITEMS: usize = 8;
 pub(super) fn describe_verdict(verdict: &HangVerdict) -> String {
     let collective = verdict.collective.as_ref().map_or_else(String::new, |c| {
         let operation = c.operation.as_deref().unwrap_or("a collective");
-        format!("{operation} (number {} of group {})", c.seq, c.group)
+        match (c.group.as_str(), c.seq) {
+            ("", _) => operation.to_owned(),
+            (group, 0) => format!("{operation} of group {group}"),
+            (group, seq) => format!("{operation} (number {seq} of group {group})"),
+        }
     });
     let ranks_of = |places: &[RankPosition]| places.iter().map(|place| place.rank).collect::<Vec<_>>();
     let waiting = match verdict.entered.as_slice() {
@@ -28,6 +32,9 @@ pub(super) fn describe_verdict(verdict: &HangVerdict) -> String {
             "{waiting} in {collective}; unknown whether {} {undetermined_has} entered it",
             format_ranks_with_noun(&undetermined)
         )],
+        HangKind::NotEntered if verdict.collective.as_ref().is_some_and(|c| c.seq == 0) => {
+            vec![format!("{waiting} in {collective} for {}", format_ranks_with_noun(&not_entered))]
+        }
         HangKind::NotEntered => {
             vec![format!(
                 "{} {has} not entered {collective}, in which {waiting}",
@@ -68,9 +75,15 @@ pub(super) fn describe_verdict(verdict: &HangVerdict) -> String {
 /// with different inputs.
 fn format_calls(verdict: &HangVerdict) -> String {
     let describe = |call: &CollectiveCallOfRanks| {
-        let CollectiveCallOfRanks { ranks, group, operation, inputs, dtypes, frame } = call;
+        let CollectiveCallOfRanks { ranks, group, operation, inputs, dtypes, outputs, frame } = call;
+        let arguments = [inputs, dtypes].into_iter().filter(|text| !text.is_empty());
+        let arguments: String = arguments.map(|text| format!(" {text}")).collect();
+        // The outputs of most collectives have the sizes of the inputs.
+        let is_needed = !outputs.is_empty() && outputs != inputs;
+        let result = if is_needed { format!(" to {outputs}") } else { String::new() };
+        let of_group = if group.is_empty() { String::new() } else { format!(" of group {group}") };
         let place = frame.as_ref().map_or_else(String::new, |frame| format!(" in {frame}"));
-        format!("{} {operation} {inputs} {dtypes} of group {group}{place}", format_ranks_with_noun(ranks))
+        format!("{} {operation}{arguments}{result}{of_group}{place}", format_ranks_with_noun(ranks))
     };
     join_first_items(&verdict.calls, describe).unwrap_or_default()
 }

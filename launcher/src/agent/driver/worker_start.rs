@@ -22,7 +22,7 @@ use crate::{
 use diagnostic::{Diagnostic, codes};
 use jobspec::{RunSpec, env, ids::Rank};
 use protocol::control::{HostPlan, ToWorker, WorkerPlan};
-use std::{io, os::fd::AsFd, rc::Rc, sync::Arc, thread, time::Duration};
+use std::{io, os::fd::AsFd, path::PathBuf, rc::Rc, sync::Arc, thread, time::Duration};
 use tokio::{net::UnixStream, sync::mpsc};
 
 impl AgentDriver {
@@ -210,13 +210,7 @@ impl AgentDriver {
             }
             return;
         }
-        let planned = worker.env.iter().find(|(name, _)| name == env::PYTHONPATH);
-        let activated = changes.assignments().find(|(name, _)| *name == env::PYTHONPATH);
-        let path = match (planned, activated) {
-            (Some((_, value)), _) => Some(value.clone()),
-            (None, Some((_, value))) => value.map(|value| value.to_string_lossy().into_owned()),
-            (None, None) => std::env::var(env::PYTHONPATH).ok(),
-        };
+        let path = find_variable(worker, changes, env::PYTHONPATH);
         hook.add_variables(&mut worker.env, path, timeout);
     }
 
@@ -234,7 +228,12 @@ impl AgentDriver {
     fn create_timeout_evidence(&self, plan: &HostPlan, worker: &WorkerPlan) -> Option<TimeoutEvidence> {
         plan.hang_detection?;
         let hook = self.hang_hook.as_ref().map(HookDirectory::path);
-        Some(TimeoutEvidence::new((worker.rank, plan.world), plan.attempt, &worker.log, hook))
+        let changes = self.activation.clone().unwrap_or_default();
+        let names = [env::TORCH_FR_DUMP_TEMP_FILE, env::OLD_FLIGHT_RECORDER_VARIABLES[2]];
+        let prefix = names.iter().find_map(|name| find_variable(worker, &changes, name)).map(PathBuf::from);
+        let prefix = prefix.filter(|path| path.is_absolute());
+        let evidence = TimeoutEvidence::new((worker.rank, plan.world), plan.attempt, &worker.log, hook);
+        Some(evidence.with_dump_prefix(prefix))
     }
 
     /// Makes the process that was kept from an earlier attempt (start of all workers) continue as
@@ -397,4 +396,16 @@ fn start_worker_connection(
     tokio::spawn(read_frames(id, reader, inbox.clone()));
     tokio::spawn(write_frames(writer, outgoing));
     Ok(outbox)
+}
+
+/// Returns the value of a variable in the environment of a worker's program, without the variables
+/// that launch adds for the hang hook. `changes` are those of `run.activate`.
+fn find_variable(worker: &WorkerPlan, changes: &EnvironmentChanges, name: &str) -> Option<String> {
+    let planned = worker.env.iter().find(|(set, _)| set == name);
+    let activated = changes.assignments().find(|(set, _)| *set == name);
+    match (planned, activated) {
+        (Some((_, value)), _) => Some(value.clone()),
+        (None, Some((_, value))) => value.map(|value| value.to_string_lossy().into_owned()),
+        (None, None) => std::env::var(name).ok(),
+    }
 }

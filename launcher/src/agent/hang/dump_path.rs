@@ -10,6 +10,14 @@ pub(super) fn build_dump_path(log: &Path, attempt: u32, rank: Rank) -> PathBuf {
     log.with_file_name(format!("{}{rank}", format_dump_prefix(attempt)))
 }
 
+/// Returns the path of the dump of the rank `rank`, to which the user has given the prefix
+/// `prefix`.
+pub(super) fn build_dump_path_of_user(prefix: PathBuf, rank: Rank) -> PathBuf {
+    let mut path = prefix.into_os_string();
+    path.push(rank.to_string());
+    path.into()
+}
+
 /// Returns the path prefix of the flight recorder's dumps in the directory of the log `log`; torch
 /// appends the rank to the prefix.
 pub(super) fn build_dump_prefix(log: &Path, attempt: u32) -> PathBuf {

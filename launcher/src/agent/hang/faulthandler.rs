@@ -46,7 +46,7 @@ pub(super) fn request_stacks(directory: &Path, processes: &[(Rank, u32)]) -> Vec
 
 /// Returns whether the process with the pid `pid` has a handler of [`STACKS_SIGNAL`], the signal
 /// that requests Python stacks.
-fn handles_stacks_signal(pid: u32) -> bool {
+pub(super) fn handles_stacks_signal(pid: u32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
     let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);

@@ -8,7 +8,7 @@ use crate::{agent::progress::CollectiveActivity, private_files::open_own_file_wi
 use jobspec::{ContainerMount, env, ids::Rank};
 use protocol::{
     control::WorkerPlan,
-    hang::{CollectiveEntry, GroupCounters, RankEvidence, StackFrame, ThreadState},
+    hang::{CollectiveEntry, GroupCounters, RankEvidence, StackFrame, ThreadState, Transfer},
 };
 use serde::Deserialize;
 use std::{
@@ -39,9 +39,12 @@ const FLIGHT_RECORDER_ENTRIES: &str = "2000";
 /// The largest file, in bytes, of a rank's hang hook (a Python module in the worker) that the agent
 /// reads.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// The limit on how many process groups, how many collectives and how many stack frames the agent
-/// keeps from one rank's hang hook.
+/// The limit on how many process groups and how many stack frames the agent keeps from one rank's
+/// hang hook.
 pub(super) const MAX_ITEMS_PER_RANK: usize = 64;
+/// The limit on how many collectives the agent keeps from one rank: those of torch's two flight
+/// recorders, for NCCL and for other backends.
+pub(super) const MAX_ENTRIES_PER_RANK: usize = 2 * MAX_ITEMS_PER_RANK;
 /// The length, in bytes, to which the agent truncates each text in the answer of a rank's hang hook
 /// (a Python module in the worker).
 pub(super) const MAX_TEXT_BYTES: usize = 400;
@@ -348,6 +351,9 @@ pub(super) struct HookAnswer {
     entries: Vec<CollectiveEntry>,
     stacks: Vec<HookStack>,
     in_call: bool,
+    /// The transfer with another rank in which the main thread waits.
+    #[serde(default)]
+    transfer: Option<Transfer>,
     /// Whether the process ends because of an exception about a timeout of a collective. Otherwise
     /// this is an answer to the agent.
     #[serde(default)]
@@ -366,12 +372,11 @@ impl HookAnswer {
     /// Converts the stacks and collectives that a process's hang hook has reported to evidence
     /// about the hanging rank `rank`, and truncates long texts and lists.
     pub(super) fn into_evidence(self, rank: Rank, thread: Option<ThreadState>) -> RankEvidence {
-        let skipped = self.entries.len().saturating_sub(MAX_ITEMS_PER_RANK);
+        let skipped = self.entries.len().saturating_sub(MAX_ENTRIES_PER_RANK);
         let mut entries: Vec<CollectiveEntry> = self.entries.into_iter().skip(skipped).collect();
         for entry in &mut entries {
-            for text in [&mut entry.group, &mut entry.operation, &mut entry.inputs, &mut entry.dtypes] {
-                limit_text(text);
-            }
+            let CollectiveEntry { group, operation, inputs, dtypes, outputs, output_dtypes, .. } = entry;
+            [group, operation, inputs, dtypes, outputs, output_dtypes].into_iter().for_each(limit_text);
         }
         let main = self.stacks.into_iter().find(|stack| stack.main);
         let mut stack = main.map_or_else(Vec::new, |stack| stack.frames);
@@ -387,6 +392,7 @@ impl HookAnswer {
             answered: true,
             stack,
             in_native_call: self.in_call,
+            transfer: self.transfer,
             thread,
             ..RankEvidence::default()
         }
@@ -431,12 +437,17 @@ pub(super) fn read_timeout_answer(directory: &Path, rank: Rank, since: SystemTim
     let read = |entry: fs::DirEntry| {
         let name = entry.file_name();
         let is_named = name.to_str()?.strip_prefix(&prefix)?.ends_with(".evidence");
-        // Kernels round the times of files down to a tick.
-        let is_new = entry.metadata().ok()?.modified().ok()? + FILE_TIME_GRANULARITY >= since;
+        let is_new = is_written_since(&entry.metadata().ok()?, since);
         let answer = (is_named && is_new).then(|| read_limited(&entry.path())).flatten()?;
         serde_json::from_slice(&answer).ok().filter(|answer: &HookAnswer| answer.timeout)
     };
     entries.filter_map(read).next()
+}
+
+/// Returns whether a file was written at or after the time `since`. Kernels round the times of
+/// files down to a tick.
+pub(super) fn is_written_since(file: &fs::Metadata, since: SystemTime) -> bool {
+    file.modified().is_ok_and(|written| written + FILE_TIME_GRANULARITY >= since)
 }
 
 /// Reads a file of a hang hook, or returns `None` if the path is a symbolic link, or the file is

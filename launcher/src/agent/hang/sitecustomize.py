@@ -27,6 +27,10 @@ _SAMPLES = 10  # how often the main thread's position is sampled
 _PAUSE = 0.01
 # What the exceptions of Gloo about a timeout contain.
 _TIMEOUT_TEXT = "Timed out waiting "
+# The functions that dump torch's flight recorders: that of NCCL, and that of other backends.
+_RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
+# The name and the backend of each process group, by its recorder and its number in this process.
+_group_names = {}
 
 
 def _import_hidden():
@@ -77,39 +81,89 @@ def _dump(name, *arguments):
         return None
 
 
+def _dump_json(recorder, *arguments):
+    text = _dump(recorder + "_json", *arguments)
+    return _load(text) if text else {}
+
+
+def _name_group(entry):
+    """Returns the name and the backend of the process group of an entry of a flight recorder. A
+    group may have several backends, each of which numbers its collectives."""
+    backend, separator, _ = entry["profiling_name"].rpartition(":")
+    return str(entry["process_group"][0]), backend if separator else ""
+
+
+def _list_counters():
+    """Returns the numbers of the last entered and completed collective of each process group, by
+    its name and backend, and a sum that changes with them."""
+    counters, count = {}, 0
+    for recorder in _RECORDERS:
+        status = _dump_json(recorder, False, False).get("pg_status") or {}
+        # The status has the numbers of the groups in this process, which are not their names. Only
+        # the entries have both.
+        if any((recorder, number) not in _group_names for number in status):
+            for entry in _dump_json(recorder, True, False).get("entries") or []:
+                _group_names[recorder, str(entry["pg_id"])] = _name_group(entry)
+            for number in status:
+                _group_names.setdefault((recorder, number), None)
+        # A group that was destroyed may have had the same name. The newest one has the last number.
+        for number in sorted(status, key=int):
+            pair = [int(status[number].get("last_%s_collective" % word, -1)) for word in ("enqueued", "completed")]
+            count += sum(max(value, 0) for value in pair)
+            if _group_names[recorder, number]:
+                counters[_group_names[recorder, number]] = pair
+    return counters, count
+
+
+def _is_recording():
+    """Returns whether torch's flight recorders are on."""
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    sizes = [os.environ[name] for name in names if os.environ.get(name)]
+    return sizes[:1] != ["0"]
+
+
 def _list_status(c10d):
-    """Returns the numbers of collectives of every process group of this process."""
-    counters = {}
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        text = _dump(name, False, False)
-        for group, status in (_load(text).get("pg_status") or {}).items() if text else ():
-            known = counters.setdefault(str(group), [-1, -1])
-            known[0] = max(known[0], int(status.get("last_enqueued_collective", -1)))
-            known[1] = max(known[1], int(status.get("last_completed_collective", -1)))
+    """Returns the numbers of collectives of every process group of this process, and a number that
+    changes with them."""
+    counters, count = _list_counters()
     groups = []
     world = c10d._world
-    for number, (group, (backend, _)) in enumerate(list(world.pg_map.items())[:_MAX_GROUPS]):
+    for group, (declared, _) in list(world.pg_map.items())[:_MAX_GROUPS]:
         name = str(world.pg_names.get(group, ""))
         ranks = list(world.pg_group_ranks.get(group, {}))
-        enqueued, completed = counters.get(name, (-1, -1))
+        declared = str(declared)
+        recorded = {backend: pair for (known, backend), pair in counters.items() if known == name}
+        if not recorded:
+            # A group with several backends has only the sequence number of one of them.
+            has_one = declared.isalnum() and declared != "undefined"
+            recorded = {declared if has_one else "": [0, 0] if _is_recording() else [-1, -1]}
         try:
-            enqueued = max(enqueued, int(group._get_sequence_number_for_group()))
+            sequence = int(group._get_sequence_number_for_group())
         except Exception:
-            pass
-        groups.append({"name": name[:_MAX_TEXT], "backend": str(backend)[:_MAX_TEXT], "ranks": ranks,
-                       "enqueued": enqueued, "completed": completed})
-    return groups
+            sequence = -1
+        count += max(sequence, 0)
+        for backend, (enqueued, completed) in recorded.items():
+            # The sequence number of NCCL includes a collective that waits for the connections and is
+            # not recorded yet. That of Gloo also counts transfers between two ranks.
+            if sequence >= 0 and len(recorded) == 1 and (backend.startswith("nccl") or not _is_recording()):
+                enqueued = sequence
+            groups.append({"name": name[:_MAX_TEXT], "backend": backend[:_MAX_TEXT], "ranks": ranks,
+                           "enqueued": enqueued, "completed": completed})
+    return groups, count
 
 
 def _is_waiting():
     """Returns whether the flight recorder has a collective that is not complete."""
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+    for recorder in _RECORDERS:
         # Only with the entries that are active. Entries of Gloo always count as active.
-        text = _dump(name, True, True)
-        for entry in (_load(text).get("entries") or []) if text else ():
-            if not entry.get("retired") and entry.get("state") != "completed":
+        for entry in _dump_json(recorder, True, True).get("entries") or []:
+            if not _is_complete(entry):
                 return True
     return False
+
+
+def _is_complete(entry):
+    return bool(entry.get("retired")) or entry["state"] == "completed"
 
 
 def _describe_status(c10d, previous):
@@ -117,33 +171,76 @@ def _describe_status(c10d, previous):
     is the number of the status before."""
     import json
 
-    groups = _list_status(c10d)
-    count = sum(max(group["enqueued"], 0) + max(group["completed"], 0) for group in groups)
+    groups, count = _list_status(c10d)
     status = {"count": count if groups else None, "waiting": count == previous and _is_waiting()}
     text = json.dumps({**status, "groups": groups})
     # The lists of ranks may be long.
     return (text if len(text) < _STATUS_BYTES else json.dumps({**status, "groups": []})), count
 
 
+def _select_entries(entries):
+    """Returns the entries of groups that exist: all if there are few, else the newest ones and the
+    oldest ones that are not complete."""
+    numbers = {}
+    for entry in entries:
+        name = _name_group(entry)
+        numbers[name] = max(numbers.get(name, -1), entry["pg_id"])
+    entries = [entry for entry in entries if entry["pg_id"] == numbers[_name_group(entry)]]
+    if len(entries) <= _MAX_ENTRIES:
+        return entries
+    half = _MAX_ENTRIES // 2
+    return [entry for entry in entries[:-half] if not _is_complete(entry)][:half] + entries[-half:]
+
+
 def _list_entries():
-    """Returns the newest entries of torch's flight recorder."""
+    """Returns the newest entries of torch's flight recorders."""
     import pickle
 
     entries = []
-    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
-        data = _dump(name, True, False, False)
+    for recorder in _RECORDERS:
+        data = _dump(recorder, True, False, False)
         # The pickle was made by torch in this process.
         dump = pickle.loads(data) if data else {}
-        for entry in (dump.get("entries") or [])[-_MAX_ENTRIES:]:
+        for entry in _select_entries(dump.get("entries") or []):
             entries.append({
                 "group": str(entry["process_group"][0])[:_MAX_TEXT],
                 "seq": entry["collective_seq_id"], "p2p": bool(entry.get("is_p2p")),
                 "operation": entry["profiling_name"][:_MAX_TEXT],
-                "retired": bool(entry.get("retired")) or entry["state"] == "completed",
+                "retired": _is_complete(entry),
                 "inputs": str(entry.get("input_sizes"))[:_MAX_TEXT],
                 "dtypes": str(entry.get("input_dtypes"))[:_MAX_TEXT],
+                "outputs": str(entry.get("output_sizes"))[:_MAX_TEXT],
+                "output_dtypes": str(entry.get("output_dtypes"))[:_MAX_TEXT],
             })
     return entries
+
+
+def _describe_collectives(c10d):
+    """Returns the process groups and the newest entries of torch's flight recorders."""
+    groups, entries = _list_status(c10d)[0], _list_entries()
+    # NCCL may have stored the number of a transfer instead of that of a collective.
+    with_transfers = {entry["group"] for entry in entries if entry["p2p"]}
+    for group in groups:
+        if group["name"] in with_transfers:
+            group["completed"] = -1
+    return {"groups": groups, "entries": entries}
+
+
+def _find_transfer(c10d):
+    """Returns the call of send or recv in which the main thread waits, with the other rank."""
+    import threading
+
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    while frame is not None and frame.f_code.co_filename.endswith("/torch/distributed/c10d_logger.py"):
+        frame = frame.f_back
+    name = frame.f_code.co_name if frame is not None else None
+    if name not in ("send", "recv") or frame.f_code.co_filename != c10d.__file__:
+        return None
+    values, key = frame.f_locals, "dst" if name == "send" else "src"
+    peer, number = values.get(key), values.get("group_" + key)
+    if peer is None and number is not None:
+        peer = c10d.get_global_rank(values.get("group") or c10d.GroupMember.WORLD, number)
+    return {"operation": name, "peer": peer} if isinstance(peer, int) and peer >= 0 else None
 
 
 def _list_stacks():
@@ -203,8 +300,12 @@ def _serve(c10d):
         if select.select([requests], [], [], interval)[0]:
             os.read(requests, 4096)
             stacks, in_call = _list_stacks()
-            _write(base + ".evidence", {"groups": _list_status(c10d), "entries": _list_entries(),
-                                        "stacks": stacks, "in_call": in_call})
+            try:
+                transfer = _find_transfer(c10d)
+            except Exception:
+                transfer = None
+            _write(base + ".evidence", {**_describe_collectives(c10d), "stacks": stacks,
+                                        "in_call": in_call, "transfer": transfer})
 
 
 def _write_timeout(c10d):
@@ -222,12 +323,14 @@ def _write_timeout(c10d):
     stack = {"thread": "MainThread", "main": True, "frames": frames[::-1][:_MAX_FRAMES]}
     if not any("/torch/distributed/" in frame["file"] for frame in stack["frames"]):
         return
-    groups, entries = _list_status(c10d), _list_entries()
+    collectives = _describe_collectives(c10d)
+    groups, entries = collectives["groups"], collectives["entries"]
     # Gloo counts a collective that has failed as completed. It is the newest one.
     for failed in [entry for entry in entries if not entry["p2p"]][-1:]:
         failed["retired"] = False
         for group in groups:
-            if group["name"] == failed["group"]:
+            backend = failed["operation"].rpartition(":")[0]
+            if (group["name"], group["backend"]) == (failed["group"], backend):
                 group["completed"] = min(group["completed"], failed["seq"] - 1)
     base = os.path.join(_DIRECTORY, "rank-%s.%s" % (int(os.environ["RANK"]), os.getpid()))
     _write(base + ".evidence", {"groups": groups, "entries": entries,

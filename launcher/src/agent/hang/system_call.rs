@@ -58,6 +58,9 @@ const OLD_POLL_CALLS: [i64; 3] = [libc::SYS_poll, libc::SYS_select, libc::SYS_ep
 #[cfg(not(target_arch = "x86_64"))]
 const OLD_POLL_CALLS: [i64; 0] = [];
 
+/// The numbers of the system calls with which a thread waits for a child process.
+const CHILD_CALLS: [i64; 2] = [libc::SYS_wait4, libc::SYS_waitid];
+
 /// The system call in which a thread of a hanging worker waits, with the first two arguments of the
 /// call.
 #[derive(Debug, PartialEq, Eq)]
@@ -103,8 +106,8 @@ impl SystemCall {
     }
 }
 
-/// Classifies what a thread waits for (lock, I/O, sleep, polling or other) by its system call or,
-/// if that is unknown, by the kernel function in which it waits.
+/// Classifies what a thread waits for (lock, I/O, sleep, polling, child or other) by its system
+/// call or, if that is unknown, by the kernel function in which it waits.
 pub(super) fn classify_wait(call: Option<&SystemCall>, channel: &str) -> WaitKind {
     match call {
         Some(call) if call.number == libc::SYS_futex => WaitKind::Futex,
@@ -113,11 +116,13 @@ pub(super) fn classify_wait(call: Option<&SystemCall>, channel: &str) -> WaitKin
         Some(call) if POLL_CALLS.contains(&call.number) || OLD_POLL_CALLS.contains(&call.number) => {
             WaitKind::Poll
         }
+        Some(call) if CHILD_CALLS.contains(&call.number) => WaitKind::Child,
         Some(_) => WaitKind::Other,
         None if channel.starts_with("futex") => WaitKind::Futex,
         None if channel.contains("pipe_read") || channel == "wait_for_partner" => WaitKind::Io,
         None if channel.starts_with("request_wait") || channel.starts_with("folio_wait") => WaitKind::Io,
         None if channel.contains("nanosleep") => WaitKind::Sleep,
+        None if channel == "do_wait" => WaitKind::Child,
         None if channel.contains("poll") || channel.contains("select") => WaitKind::Poll,
         None => WaitKind::Other,
     }
@@ -161,6 +166,8 @@ mod tests {
             assert_eq!(SystemCall::parse(text), None, "{text}");
         }
         assert_eq!(classify_wait(None, "futex_wait_queue"), WaitKind::Futex);
+        let wait = SystemCall::parse(&format!("{} 0x1 0x0 0x0 0x0 0x0 0x0 0x1 0x2", libc::SYS_wait4));
+        assert_eq!(classify_wait(wait.as_ref(), ""), WaitKind::Child);
     }
 
     #[test]

@@ -1,12 +1,15 @@
 //! [`TimeoutEvidence`]: determines whether torch has ended a worker because a collective timed out,
 //! and reads what the worker recorded about its collectives.
 use super::{
-    dump_path::build_dump_path, flight_recorder::FlightRecorderDump, hook_directory::read_timeout_answer,
+    dump_path::{build_dump_path, build_dump_path_of_user},
+    flight_recorder::FlightRecorderDump,
+    hook_directory::{is_written_since, read_timeout_answer},
     output_evidence::OutputEvidence,
 };
 use jobspec::ids::Rank;
 use protocol::hang::{CollectiveTimeout, RankEvidence};
 use std::{
+    fs,
     path::{Path, PathBuf},
     time::SystemTime,
 };
@@ -45,6 +48,15 @@ impl TimeoutEvidence {
         }
     }
 
+    /// Sets the prefix of the path of the flight recorder's dump, to which torch appends the rank.
+    /// `None` stands for the prefix that launch has set.
+    pub(in crate::agent) fn with_dump_prefix(mut self, prefix: Option<PathBuf>) -> TimeoutEvidence {
+        if let Some(prefix) = prefix {
+            self.dump = build_dump_path_of_user(prefix, self.rank);
+        }
+        self
+    }
+
     /// Returns the collector of the NCCL warnings and timed-out collectives in the output of the
     /// worker.
     pub(in crate::agent) fn output(&self) -> &OutputEvidence {
@@ -71,7 +83,9 @@ impl TimeoutEvidence {
     /// Reads the dump that torch's flight recorder has written for the worker after a timeout of a
     /// collective.
     pub(super) fn read_dump(&self) -> Option<FlightRecorderDump> {
-        FlightRecorderDump::read(&self.dump, self.world)
+        // The user may have given all attempts and runs the same path.
+        let is_new = fs::metadata(&self.dump).is_ok_and(|file| is_written_since(&file, self.started_at));
+        is_new.then(|| FlightRecorderDump::read(&self.dump, self.world)).flatten()
     }
 }
 
@@ -111,7 +125,6 @@ fn add_timeout_of_exception(mut evidence: RankEvidence) -> RankEvidence {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::fs;
 
     /// Creates the evidence about rank 0 of the third attempt of three ranks.
     fn create(directory: &Path) -> TimeoutEvidence {
@@ -143,6 +156,20 @@ mod tests {
         assert_eq!(found.entries.len(), 3);
         assert_eq!((found.collective_timeouts[0].seq, found.collective_timeouts.len()), (3, 1));
         assert!(!found.stack.is_empty());
+    }
+
+    #[test]
+    fn a_new_dump_at_the_path_of_the_user_is_read() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/hangs/never_entered-0.dump");
+        fs::copy(&golden, directory.path().join("nccl_trace_rank_0")).expect("copied");
+        let evidence = create(directory.path());
+        assert_eq!(evidence.read_dump(), None, "launch has set another path");
+        let evidence = evidence.with_dump_prefix(Some(directory.path().join("nccl_trace_rank_")));
+        assert!(evidence.read_dump().is_some());
+        let started_at = SystemTime::now() + std::time::Duration::from_secs(9);
+        let later = TimeoutEvidence { started_at, ..evidence };
+        assert_eq!(later.read_dump(), None, "the dump is that of an earlier run");
     }
 
     #[test]

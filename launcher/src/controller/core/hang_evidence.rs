@@ -5,7 +5,7 @@ use super::{
 };
 use crate::controller::{hang_verdict::find_hang_verdict, hang_verdict_text::describe_verdict};
 use protocol::{
-    control::ToAgent,
+    control::{ExitStatus, ToAgent},
     hang::{HangFile, HangVerdict, RankEvidence},
 };
 use std::time::Duration;
@@ -45,8 +45,9 @@ impl ControllerCore {
         let is_unreported = self.unreported_since.is_some() && !self.evidence.is_empty();
         let Some(cause) = self.cause.as_mut().filter(|_| is_unreported) else { return };
         let Some(field @ None) = find_verdict_of_cause(cause) else { return };
-        let verdict = find_hang_verdict(&self.evidence);
-        let evidence = std::mem::take(&mut self.evidence);
+        let mut evidence = std::mem::take(&mut self.evidence);
+        evidence.extend(list_finished_workers(&self.workers, &evidence));
+        let verdict = find_hang_verdict(&evidence);
         *field = Some(Box::new(verdict.clone()));
         let path = self.setup.run_dir.join(HangFile::file_name(self.attempt));
         let text = describe_verdict(&verdict);
@@ -65,6 +66,17 @@ impl ControllerCore {
         let kill = ToAgent::Kill { attempt, reason, grace_ms, stacks: false, leave_ms: None };
         self.broadcast_to_active_agents(&kill);
     }
+}
+
+/// Returns evidence about the workers that have ended without an error, and thus enter no
+/// collective any more. `known` is the evidence about the other workers.
+fn list_finished_workers(workers: &[WorkerState], known: &[RankEvidence]) -> Vec<RankEvidence> {
+    let is_finished = |worker: &WorkerState| {
+        worker.ended.as_ref().is_some_and(|(status, _)| *status == ExitStatus::Code(0))
+    };
+    let finished = (0..).zip(workers).filter(|(_, worker)| is_finished(worker));
+    let new = finished.filter(|(rank, _)| known.iter().all(|known| known.rank != *rank));
+    new.map(|(rank, _)| RankEvidence { rank, ..RankEvidence::default() }).collect()
 }
 
 /// Returns the verdict (which ranks hold up the job, and where) of a root cause that is a hang;
