@@ -1,7 +1,10 @@
-//! Defines [`MetricsServer`], which serves the metrics of one run over HTTP for as long as the
-//! controller runs.
-use crate::private_files::{identify_file, open_own_file};
-use dashboard::{Dashboard, MetricsListener, RunInfo, RunSource, serve_metrics};
+//! Defines [`MetricsServer`] and [`MetricsFile`], which serve the metrics of one run over HTTP, or
+//! write them to a file, for as long as the controller runs.
+use crate::{
+    private_files::{identify_file, open_own_file},
+    runs::replace_output_file,
+};
+use dashboard::{Dashboard, MetricsListener, RunInfo, RunSource, format_metrics_textfile, serve_metrics};
 use jobspec::MetricsAddress;
 use nix::sys::{
     socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket},
@@ -19,8 +22,9 @@ use std::{
         },
     },
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, mpsc},
     thread,
+    time::Duration,
 };
 use tokio::sync::oneshot;
 
@@ -28,6 +32,12 @@ use tokio::sync::oneshot;
 const SOCKET_MODE: Mode = Mode::S_IRUSR.union(Mode::S_IWUSR);
 /// The largest number of clients that wait until the server accepts their connections.
 const MAX_WAITING_CLIENTS: i32 = 16;
+/// The time between two updates of the file of metrics, as that of the scrapes of Prometheus.
+pub(crate) const METRICS_FILE_INTERVAL: Duration = Duration::from_secs(15);
+/// How long the end of a run waits until the file of metrics is removed.
+const REMOVAL_TIMEOUT: Duration = Duration::from_secs(2);
+/// The permissions of the file of metrics. A node exporter, which runs as another user, reads it.
+pub(crate) const METRICS_FILE_MODE: u32 = 0o644;
 
 /// The HTTP server for the metrics of one run, which runs in a separate thread until this handle is
 /// dropped. The thread reads the files of the run directory, so the controller does not wait for
@@ -70,6 +80,53 @@ impl Drop for MetricsServer {
         if fs::symlink_metadata(path).is_ok_and(|metadata| identify_file(&metadata) == *id) {
             _ = fs::remove_file(path);
         }
+    }
+}
+
+/// The file with the metrics of one run, for the textfile collector of a node exporter. A separate
+/// thread updates the file until this handle is dropped, which removes the file.
+#[derive(Debug)]
+pub(crate) struct MetricsFile {
+    /// Ends the thread when it is dropped.
+    stop: Option<mpsc::SyncSender<()>>,
+    /// Is closed when the thread has removed the file.
+    removed: mpsc::Receiver<()>,
+}
+
+impl MetricsFile {
+    /// Writes the metrics of the run `run` to the file `path`, and starts the thread that updates
+    /// the file. An update that fails is left out. Fails if the file cannot be written now.
+    pub(crate) fn start(path: PathBuf, run: RunInfo) -> io::Result<MetricsFile> {
+        let dashboard = Dashboard::new(Box::new(SingleRun(run)));
+        let write = move |path: &Path| {
+            let text = format_metrics_textfile(&dashboard);
+            replace_output_file(path, text.as_bytes(), METRICS_FILE_MODE)
+        };
+        write(&path)?;
+        let (stop, stopped) = mpsc::sync_channel::<()>(1);
+        let (removing, removed) = mpsc::sync_channel::<()>(1);
+        let update = move || {
+            while stopped.recv_timeout(METRICS_FILE_INTERVAL) == Err(mpsc::RecvTimeoutError::Timeout) {
+                // The next update may succeed.
+                _ = write(&path);
+            }
+            // The file would show a run that has ended as active.
+            if fs::symlink_metadata(&path).is_ok_and(|metadata| metadata.is_file()) {
+                _ = fs::remove_file(&path);
+            }
+            drop(removing);
+        };
+        thread::Builder::new().name("metrics-file".into()).spawn(update)?;
+        Ok(MetricsFile { stop: Some(stop), removed })
+    }
+}
+
+impl Drop for MetricsFile {
+    fn drop(&mut self) {
+        self.stop = None;
+        // The channel is closed without a message. A disk that stalls must not delay the end of the
+        // run for longer.
+        _ = self.removed.recv_timeout(REMOVAL_TIMEOUT);
     }
 }
 
@@ -139,24 +196,43 @@ mod tests {
         assert_eq!(fs::read(&file).expect("unchanged"), b"data");
     }
 
+    /// Returns a run with this run directory.
+    fn describe_run(run_dir: &Path) -> RunInfo {
+        RunInfo {
+            run: "r".into(),
+            name: "n".into(),
+            state: "running",
+            is_active: true,
+            is_named: true,
+            world: 1,
+            began_ms: 0,
+            host: "h".into(),
+            step: None,
+            run_dir: run_dir.to_owned(),
+        }
+    }
+
+    #[test]
+    fn the_file_of_metrics_exists_until_the_handle_is_dropped() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("launch.prom");
+        let file = MetricsFile::start(path.clone(), describe_run(directory.path())).expect("written");
+        let text = fs::read_to_string(&path).expect("there");
+        assert!(text.contains("launch_run_active{run=\"r\",job_name=\"n\"} 1.0"), "{text}");
+        assert_eq!(fs::metadata(&path).expect("there").mode() & 0o777, METRICS_FILE_MODE);
+        drop(file);
+        assert!(!path.exists());
+        MetricsFile::start(directory.path().join("absent/a.prom"), describe_run(directory.path()))
+            .expect_err("no directory");
+    }
+
     #[test]
     fn the_socket_is_removed_unless_another_one_has_replaced_it() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("metrics.sock");
         let start = || {
-            let run = RunInfo {
-                run: "r".into(),
-                name: "n".into(),
-                state: "running",
-                is_active: true,
-                is_named: true,
-                world: 1,
-                began_ms: 0,
-                host: "h".into(),
-                step: None,
-                run_dir: directory.path().to_owned(),
-            };
-            MetricsServer::start(MetricsAddress::Socket(path.clone()), run).expect("started")
+            let address = MetricsAddress::Socket(path.clone());
+            MetricsServer::start(address, describe_run(directory.path())).expect("started")
         };
         drop(start());
         assert!(!path.exists());

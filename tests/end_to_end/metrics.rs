@@ -1,5 +1,5 @@
-//! Tests of `observe.metrics`: the controller serves the metrics of its run while the run is
-//! active.
+//! Tests of `observe.metrics` and `observe.metrics_file`: the controller serves the metrics of its
+//! run, and writes them to a file, while the run is active.
 use crate::support::{
     self, FinishedRun, JobDirectory, environment::clean_command, openmetrics::parse_open_metrics,
     output_to_text, report_skip, served_page::ServedPage,
@@ -125,7 +125,12 @@ fn a_private_socket_has_the_metrics_of_the_run_until_its_end() {
     fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
     let socket = directory.path().join("metrics.sock");
     fs::write(job.path("job.yaml"), WAITING_PROGRAM).unwrap();
-    let process = job.start(&[&format!("observe.metrics=unix:{}", socket.display())]);
+    let file = directory.path().join("launch.prom");
+    let settings = [
+        format!("observe.metrics=unix:{}", socket.display()),
+        format!("observe.metrics_file={}", file.display()),
+    ];
+    let process = job.start(&settings.each_ref().map(String::as_str));
     wait_for("the program runs", || job.path("started").exists().then_some(()));
     assert_eq!(fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
     let connect = || UnixStream::connect(&socket).unwrap();
@@ -148,7 +153,11 @@ fn a_private_socket_has_the_metrics_of_the_run_until_its_end() {
     assert!(of_endpoint.contains("launch_rank_rss_bytes{"), "{of_endpoint}");
     let of_file = fs::read_to_string(job.path("metrics.prom")).unwrap();
     assert!(of_file.contains(&format!("launch_workers{label} 2.0\n")), "{of_file}");
-    check_with_promtool(test, &[&of_endpoint, &of_file]);
+    // The controller has written its file once when it started.
+    let of_run = fs::read_to_string(&file).unwrap();
+    assert!(of_run.contains(&format!("launch_run_active{label} 1.0\n")), "{of_run}");
+    assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o644);
+    check_with_promtool(test, &[&of_endpoint, &of_file, &of_run]);
     wait_for("launch serve has the same metrics", || {
         let (host, token) = served.host_and_token();
         let host = host.to_owned();
@@ -162,7 +171,7 @@ fn a_private_socket_has_the_metrics_of_the_run_until_its_end() {
     let _silent = connect();
     fs::write(job.path("done"), "").unwrap();
     FinishedRun::from_output(&process.wait_with_output().unwrap()).expect_success();
-    assert!(!socket.exists(), "the socket is removed");
+    assert!(!socket.exists() && !file.exists(), "the socket and the file are removed");
 }
 
 #[test]

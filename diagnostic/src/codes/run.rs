@@ -34,9 +34,9 @@ codes! {
         remedy: "Find out who stopped the process, or raise `run.hang_timeout` while you debug.",
     }
     METRICS_UNAVAILABLE: Cluster = "metrics-unavailable" {
-        summary: "The controller cannot serve metrics at the address in `observe.metrics`.",
-        cause: "Another program, or another run of launch, uses the port or the socket, or the directory of the socket does not exist or is not writable.",
-        remedy: "Choose another port or path, or remove `observe.metrics`.",
+        summary: "The controller cannot serve metrics at the address in `observe.metrics`, or cannot write them to `observe.metrics_file`.",
+        cause: "Another program, or another run of launch, uses the port or the socket, or the directory of the socket or file does not exist or is not writable.",
+        remedy: "Choose another port or path, or remove the key.",
     }
     TORCH_COLLECTIVE_TIMEOUT: Failed = "torch-collective-timeout" {
         summary: "A collective of torch took longer than the timeout of its process group, and torch ended the worker.",

@@ -4,6 +4,7 @@ use super::{
     context::CommandContext, dashboard_runs::create_dashboard, output::output_error, ps::resolve_run,
 };
 use crate::{
+    metrics_server::{METRICS_FILE_INTERVAL, METRICS_FILE_MODE},
     report::command_output,
     runs::{RunFilter, replace_output_file},
 };
@@ -16,14 +17,7 @@ use std::{
     path::{Path, PathBuf},
     sync::Arc,
     thread,
-    time::Duration,
 };
-
-/// The interval at which `launch serve` rewrites its file of Prometheus metrics.
-const TEXTFILE_INTERVAL: Duration = Duration::from_secs(15);
-
-/// The permissions of the file of Prometheus metrics, which a node exporter of another user reads.
-const TEXTFILE_MODE: u32 = 0o644;
 
 /// Arguments of `launch serve`.
 #[derive(Debug, Args)]
@@ -76,14 +70,14 @@ fn serve_error(port: u16, error: &io::Error) -> Diagnostic {
 }
 
 /// Writes the file of Prometheus metrics, and starts a thread that updates the file every
-/// [`TEXTFILE_INTERVAL`]. Fails if the file cannot be written the first time.
+/// [`METRICS_FILE_INTERVAL`]. Fails if the file cannot be written the first time.
 fn start_textfile_writer(dashboard: Arc<Dashboard>, file: PathBuf) -> diagnostic::Result<()> {
     let file = std::path::absolute(&file).unwrap_or(file);
     write_textfile(&dashboard, &file).map_err(|error| textfile_error(&file, &error))?;
     thread::spawn(move || {
         let mut is_failing = false;
         loop {
-            thread::sleep(TEXTFILE_INTERVAL);
+            thread::sleep(METRICS_FILE_INTERVAL);
             let written = write_textfile(&dashboard, &file);
             if let (Err(error), false) = (&written, is_failing) {
                 let text =
@@ -98,7 +92,7 @@ fn start_textfile_writer(dashboard: Arc<Dashboard>, file: PathBuf) -> diagnostic
 
 /// Writes the metrics of all runs to the file of Prometheus metrics, which is replaced atomically.
 fn write_textfile(dashboard: &Dashboard, file: &Path) -> io::Result<()> {
-    replace_output_file(file, format_metrics_textfile(dashboard).as_bytes(), TEXTFILE_MODE)
+    replace_output_file(file, format_metrics_textfile(dashboard).as_bytes(), METRICS_FILE_MODE)
 }
 
 /// Creates the error that the file of Prometheus metrics cannot be written.

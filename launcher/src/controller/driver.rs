@@ -44,7 +44,7 @@ use crate::{
     core_dumps::disable_core_dumps,
     detached_controller::StartNotifier,
     format::format_notice,
-    metrics_server::MetricsServer,
+    metrics_server::{MetricsFile, MetricsServer},
     mlflow::{MlflowRecorder, MlflowSettings},
     plan::Plan,
     processes::{become_subreaper, list_children},
@@ -236,6 +236,8 @@ struct ControllerDriver {
     mlflow: Option<MlflowRecorder>,
     /// Serves the metrics of the run; `None` if the job does not request this.
     metrics: Option<MetricsServer>,
+    /// Writes the metrics of the run to a file; `None` if the job does not request this.
+    metrics_file: Option<MetricsFile>,
     /// The newest measurements of the run.
     status: StatusKeeper,
     status_file: StatusFile,
@@ -372,6 +374,7 @@ impl ControllerDriver {
             mlflow_settings: options.mlflow,
             mlflow: None,
             metrics: None,
+            metrics_file: None,
             journal: None,
             stored: None,
             events: ControllerEvents::default(),

@@ -21,6 +21,9 @@ section! {
     pub struct ObserveSpec at "observe";
     /// The address at which the controller serves the metrics of the run.
     pub metrics: Option<String> = Key::optional(metrics_address_type(), "no metrics are served");
+    /// The file to which the controller writes the metrics of the run, for the textfile collector
+    /// of a node exporter.
+    pub metrics_file: Option<String> = Key::optional(metrics_file_type(), "no file is written");
     /// The MLflow server that records the run; `None` for no server.
     pub mlflow: Option<MlflowSpec> = optional_inner_section();
 }
@@ -38,10 +41,9 @@ section! {
 }
 
 impl ObserveSpec {
-    /// Returns whether the section `observe` has no effect, because the job sets neither
-    /// `observe.mlflow` nor `observe.metrics`.
+    /// Returns whether the section `observe` has no effect, because the job sets no key of it.
     pub(crate) fn is_empty(&self) -> bool {
-        self.mlflow.is_none() && self.metrics.is_none()
+        self.mlflow.is_none() && self.metrics.is_none() && self.metrics_file.is_none()
     }
 }
 
@@ -78,6 +80,24 @@ fn metrics_address_type() -> ValueType<String> {
         "^(127(\\.[0-9]{1,3}){3}:[1-9][0-9]{0,4}|\\[::1\\]:[1-9][0-9]{0,4}|unix:/.*[^/])$",
         |text| MetricsAddress::parse(text).is_some(),
     )
+}
+
+/// Returns the parser and printer ([`ValueType`]) for `observe.metrics_file`: the absolute path of
+/// a file whose name ends with `.prom`, because a node exporter reads no other files.
+fn metrics_file_type() -> ValueType<String> {
+    formatted_text_type(
+        "absolute path that ends with `.prom`",
+        "an absolute path that ends with `.prom`, such as `/var/lib/node_exporter/launch.prom`",
+        "^/(.*/)?[^/]+\\.prom$",
+        is_metrics_file,
+    )
+}
+
+/// Returns whether a text is a value of `observe.metrics_file`: an absolute path of a file whose
+/// name ends with `.prom`.
+fn is_metrics_file(text: &str) -> bool {
+    let name = text.rsplit('/').next().unwrap_or_default();
+    text.starts_with('/') && name.strip_suffix(".prom").is_some_and(|stem| !stem.is_empty())
 }
 
 /// Returns the parser and printer ([`ValueType`]) for names of experiments and runs in MLflow.
@@ -139,6 +159,16 @@ mod tests {
             &long,
         ] {
             assert_eq!(MetricsAddress::parse(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn files_of_metrics_are_those_that_a_node_exporter_reads() {
+        for text in ["/launch.prom", "/var/lib/node exporter/a.b.prom"] {
+            assert!(is_metrics_file(text), "{text}");
+        }
+        for text in ["", "launch.prom", "/a/.prom", "/a.prom/", "/a.prom/b", "/a.txt"] {
+            assert!(!is_metrics_file(text), "{text}");
         }
     }
 

@@ -64,7 +64,7 @@ const JOBS: &[&str] = &[
     "train: {data: {files: [a]}, schedule: {name: constant}, recompute: block}\ncheckpoint: {every: never}\nresume: {from: never}",
     "run: {command: [a], activate: [{venv: 'a b'}, {conda: c}, {modules: [d/1]}, {script: e}], activate_timeout: 5s, wrap: [{ranks: '0,3-5', command: [nice, '{rank}']}], container: {image: a.sif, runtime: enroot, mounts: ['/d:/e:ro']}, terminal: 1}",
     "run: {command: [a], straggler: {share: 12.5%}}\nobserve: {mlflow: {}}",
-    "run: {command: [a]}\nobserve: {metrics: '127.0.0.1:9400', mlflow: {uri: 'https://h:5000/a', experiment: 'a b', run_name: c}}",
+    "run: {command: [a]}\nobserve: {metrics: '127.0.0.1:9400', metrics_file: /a/b.prom, mlflow: {uri: 'https://h:5000/a', experiment: 'a b', run_name: c}}",
     "cluster: {hosts: join, join: {nodes: 3, rendezvous: 'a:1', key_file: k, insecure: false, timeout: 5m, last_call: 3s}}\nrun: {command: [a]}",
 ];
 
