@@ -202,8 +202,8 @@ mod tests {
         parts.iter().flat_map(|part| part.host_slice().iter().map(|x| x.to_bits())).collect()
     }
 
-    /// A tested reduction: the numbers of hosts and of ranks on each host, the micro-batches of each
-    /// rank, and the length of the part that each rank owns.
+    /// A tested reduction: the numbers of hosts and of ranks on each host, the micro-batches of
+    /// each rank, and the length of the part that each rank owns.
     type ReductionCase = (usize, usize, Vec<Range<usize>>, Vec<usize>);
 
     #[test]

@@ -115,7 +115,7 @@ section! {
     pub controller_lease_ms: u64 = Key::new(lease_type(), "60s").with_rules(LEASE_RULES);
     /// What workers do when the [controller is lost](design/processes.md#loss-of-the-controller).
     pub on_controller_loss: Option<ControllerLossAction> =
-        Key::optional(choice_type(), "`stop`; with `--detach`, with `--replace-controller` and in Slurm `continue`");
+        Key::optional(choice_type(), "`stop`; with `--detach` and in Slurm `continue`");
     /// How long workers continue without a controller before they save and stop, with
     /// `on_controller_loss: continue`.
     pub controller_timeout_ms: u64 = Key::new(duration_type(), "15m").with_rules(CONTROLLER_TIMEOUT_RULES);

@@ -19,8 +19,8 @@ const MAX_STRAGGLER_STEPS: u64 = 10_000;
 section! {
     /// When a rank that slows down the others is reported.
     pub struct StragglerSpec at "run.straggler";
-    /// The share of the step time by which a rank must delay the steps to be reported as
-    /// [slow](observability.md#slow-ranks).
+    /// The smallest delay of steps for which a rank is [slow](observability.md#slow-ranks), as a
+    /// share of the step time.
     pub share: Option<f64> = Key::new(positive_share_type().or_none("off"), "0.1");
     /// The number of steps for which the rank must be slow.
     pub steps: u32 = Key::new(integer_type(1..=MAX_STRAGGLER_STEPS), "10");

@@ -14,7 +14,7 @@ fn every_compiled_op_matches_the_cpu() {
     let paths = LibrarySearchPaths { configured: vec![directory], ..LibrarySearchPaths::default() };
     let cuda = Cuda::open(&paths, 0, None).expect("the emulated GPU");
     let rows = conformance::compare_ops_with_cpu(&cuda, 1, 2);
-    assert_eq!(rows.len(), 11);
+    assert_eq!(rows.len(), 12);
     assert!(rows.iter().all(|row| row.failure.is_none() && row.cases >= 2), "{rows:#?}");
 }
 
@@ -236,6 +236,9 @@ fn launch_kernel(image: &CString) -> c_int {
         let symbol = |name: &str| {
             driver.get::<Handle>(name.as_bytes()).expect("a function").try_as_raw_ptr().expect("an address")
         };
+        let retain_context: extern "C" fn(*mut Handle, c_int) -> c_int =
+            std::mem::transmute(symbol("cuDevicePrimaryCtxRetain"));
+        let set_context: extern "C" fn(Handle) -> c_int = std::mem::transmute(symbol("cuCtxSetCurrent"));
         let create_stream: extern "C" fn(*mut Handle, c_uint, c_int) -> c_int =
             std::mem::transmute(symbol("cuStreamCreateWithPriority"));
         let allocate: extern "C" fn(*mut u64, usize, Handle) -> c_int =
@@ -260,6 +263,8 @@ fn launch_kernel(image: &CString) -> c_int {
         let launch: Launch = std::mem::transmute(symbol("cuLaunchKernel"));
         let (mut stream, mut module, mut function, mut words) =
             (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut(), 0u64);
+        let mut context = std::ptr::null_mut();
+        assert_eq!((retain_context(&mut context, 0), set_context(context)), (0, 0));
         assert_eq!(create_stream(&mut stream, 0, 0), 0);
         assert_eq!(allocate(&mut words, 256, stream), 0);
         assert_eq!(load(&mut module, image.as_ptr()), 0);
