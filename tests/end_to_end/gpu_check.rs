@@ -204,7 +204,7 @@ fn gpu_check_passes_on_an_emulated_gpu() {
             |row: &TableRow| row[0] == part && row[3].starts_with("skipped: ") && row[3].contains(library);
         assert!(check.rows().iter().any(is_skipped), "no {library}: {}", check.text);
     }
-    assert_eq!(check.count_rows("ok"), 11, "{}", check.text);
+    assert_eq!(check.count_rows("ok"), 12, "{}", check.text);
 }
 
 #[test]

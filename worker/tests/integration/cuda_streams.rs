@@ -1,6 +1,6 @@
 //! Tests of training while one stream of the emulated GPU lags behind the others: an operation that
-//! does not wait for its inputs reads NaN or freed memory. There is one test function, because the
-//! lag applies to the whole process.
+//! does not wait for its inputs reads NaN or freed memory. Each test runs in a separate process,
+//! because the lag applies to the whole process.
 
 use crate::emulated::*;
 use crate::own_process::is_own_process;
@@ -13,7 +13,7 @@ use device::{Dtype, Storage, ops::VectorOps};
 use jobspec::*;
 use std::{
     sync::{Arc, atomic::Ordering::Relaxed, mpsc},
-    time::Duration,
+    time::{Duration, Instant},
 };
 use worker::zero::collective_queue::CollectiveQueue;
 
@@ -125,5 +125,37 @@ fn assert_blocked_collective_does_not_block_main_stream() {
         comm.abort("rank 1 died");
         drop(gathered.wait().unwrap());
         cuda.synchronize().expect("no call failed");
+    });
+}
+
+/// Checks training although the driver waits for all work before it loads a kernel. The kernels for
+/// heads of more than 128 elements are loaded when the first layer needs them, while the parameters
+/// of the next layers are gathered. There is one rank: ranks in one process would wait for the work
+/// of each other, which ranks in separate processes do not.
+#[test]
+fn kernels_are_loaded_although_the_driver_waits_for_all_work() {
+    if !is_own_process("cuda_streams::kernels_are_loaded_although_the_driver_waits_for_all_work") {
+        return;
+    }
+    const LAG: Duration = Duration::from_millis(300);
+    let set_lag = |micros: u128| {
+        // SAFETY: no other thread is running.
+        unsafe { std::env::set_var("EMULATED_GPU_LAG", format!("side:{micros}")) };
+    };
+    let mut spec = create_llama_train_spec(3, Precision::Bf16);
+    spec.model.head_dim = 136;
+    set_lag(100);
+    let expected = train_over_emulated_nccl(&spec, 1, 2);
+    // SAFETY: no other thread is running.
+    unsafe { std::env::set_var("EMULATED_GPU_IDLE_LOADING", "1") };
+    assert_eq!(train_over_emulated_nccl(&spec, 1, 2), expected);
+    set_lag(LAG.as_micros());
+    let cuda = open_emulated_gpu();
+    let mut buffer = cuda.zeroed(Dtype::F32, 4);
+    cuda.with_separate_stream(&mut || {
+        cuda.fill_with_zeros(buffer.view_mut());
+        let began = Instant::now();
+        cuda.load_all_kernels().unwrap();
+        assert!(began.elapsed() >= LAG, "the driver has not waited");
     });
 }

@@ -10,7 +10,8 @@
 // GPU memory that the first loaded module, and the first matmul, take outside the pool.
 // EMULATED_GPU_FAILS=name:n: the n-th call of a function (from 1) fails with
 // CUDA_ERROR_LAUNCH_FAILED. EMULATED_GPU_KERNEL_FAULT=kernel:fault: each launch of a kernel has a
-// fault, see inject_fault. EMULATED_GPU_TIMELINE=h200: work only takes virtual time (timeline.hpp).
+// fault, see inject_fault. EMULATED_GPU_IDLE_LOADING=1: loading a module waits for all work, as
+// NVIDIA's driver may do. EMULATED_GPU_TIMELINE=h200: work only takes virtual time (timeline.hpp).
 #include "emulator.hpp"
 #include "streams.hpp"
 #include <algorithm>
@@ -429,9 +430,7 @@ API cuStreamCreateWithPriority(void** stream, unsigned, int priority) {
     return SUCCESS;
 }
 // Waits for all streams. A stream must not be capturing.
-API cuCtxSynchronize() {
-    COUNT_CALL("cuCtxSynchronize");
-    CHECK_CONTEXT;
+static int wait_for_all_streams() {
     std::set<Stream*> open;
     {
         LOCKED;
@@ -443,6 +442,11 @@ API cuCtxSynchronize() {
         s->finish();
     }
     return SUCCESS;
+}
+API cuCtxSynchronize() {
+    COUNT_CALL("cuCtxSynchronize");
+    CHECK_CONTEXT;
+    return wait_for_all_streams();
 }
 API cuCtxGetStreamPriorityRange(int* least, int* greatest) {
     *least = 0, *greatest = -5;
@@ -582,6 +586,8 @@ struct Module {
 
 // Loads an image. An image is the output of the emulated compiler ("EMULATED file") or PTX.
 API cuModuleLoadData(void** module, const void* image) {
+    if (setting("EMULATED_GPU_IDLE_LOADING", 0))
+        if (int error = wait_for_all_streams()) return error;
     LOCKED;
     MAY_FAIL("cuModuleLoadData");
     CHECK_CONTEXT;
