@@ -13,6 +13,7 @@ use comm::{Comm, nccl::NcclLibrary, thread_comm};
 use device::{Cuda, cuda::CudaLibrary};
 use diagnostic::{Diagnostic, codes};
 use jobspec::TrainSpec;
+use protocol::exit::WorkerExit;
 use serde_json::json;
 use std::{
     path::Path,
@@ -76,7 +77,8 @@ fn train_and_abandon(
         let aborted_at = Instant::now();
         comm.abort("the training is abandoned");
         match train_one_step(&mut running) {
-            Err(_) => Ok((curve, aborted_at)),
+            Err(error) if error.to_worker_exit() == WorkerExit::Aborted => Ok((curve, aborted_at)),
+            Err(error) => Err(error.into()),
             Ok(_) => Err(Diagnostic::error(codes::run::INTERNAL, "a step succeeds after the abort")),
         }
     })?;
