@@ -82,11 +82,15 @@ def receive_request(client):
 def serve(path, *modules):
     """Imports the modules, and runs scripts for clients until stdin is closed. Then kills the
     running scripts."""
+    import gc
     import importlib
     import selectors
 
     for module in modules:
         importlib.import_module(module)
+    # Scripts such as those with DeepSpeed collect garbage often, which would visit all objects of the
+    # modules, and copy their pages.
+    gc.freeze()
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
     listening.listen(64)

@@ -19,10 +19,13 @@ MAX_EXECUTABLE_BYTES = 25_500_000
 # With frame pointers, unwind tables and accesses to the stack are shorter on x86_64.
 RUST_FLAGS = {"x86_64": ["-Cforce-frame-pointers=yes"], "aarch64": []}
 # launch only decompresses zstd, but the compressor is linked with the crate parquet. These flags leave
-# out all of its strategies but the fastest.
+# out all of its strategies but the fastest, and second copies of the decompressor for CPUs with BMI2.
 ZSTD_FLAGS = [
-    f"-DZSTD_EXCLUDE_{strategy}_BLOCK_COMPRESSOR"
-    for strategy in ("DFAST", "GREEDY", "LAZY", "LAZY2", "BTLAZY2", "BTOPT", "BTULTRA")
+    *(
+        f"-DZSTD_EXCLUDE_{strategy}_BLOCK_COMPRESSOR"
+        for strategy in ("DFAST", "GREEDY", "LAZY", "LAZY2", "BTLAZY2", "BTOPT", "BTULTRA")
+    ),
+    "-DDYNAMIC_BMI2=0",
 ]
 # Variables of the user that would change the executable.
 DROPPED_VARIABLES = (

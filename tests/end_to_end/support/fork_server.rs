@@ -9,12 +9,15 @@ use std::{
 };
 
 /// The Python modules that scripts with HF Trainer, Accelerate and DeepSpeed import.
-pub(crate) const TRAINER_MODULES: [&str; 5] = [
+/// DeepSpeed imports the last two when it creates an engine.
+pub(crate) const TRAINER_MODULES: [&str; 7] = [
     "torch._dynamo",
     "deepspeed.comm.torch",
     "transformers.trainer",
     "accelerate",
     "transformers.models.llama.modeling_llama",
+    "functorch.compile",
+    "torch._inductor.compile_fx",
 ];
 
 /// A Python process that runs each script in a forked child. Dropping the value ends the process.
@@ -35,6 +38,8 @@ impl ForkServer {
         command.arg(server_script()).arg("serve").arg(&socket).args(modules);
         command.envs([("HF_HUB_OFFLINE", "1"), ("OMP_NUM_THREADS", "1"), ("DS_ACCELERATOR", "cpu")]);
         command.env("TRANSFORMERS_VERBOSITY", "warning");
+        // Otherwise, torch._inductor starts a process for each core.
+        command.env("TORCHINDUCTOR_COMPILE_THREADS", "1");
         let mut server = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(server.stdout.take().unwrap()).read_line(&mut line).unwrap();

@@ -4,6 +4,7 @@ use super::bindings::{NvrtcApi, nvrtcProgram};
 use super::context::GpuContext;
 use super::disk_cache;
 use super::error::{CudaError, Result};
+use super::kernel_text::include_kernel_text;
 use super::launch::{KernelFunction, KernelModule, LaunchConfig};
 use super::library::CudaLibrary;
 use super::library_search::LibrarySearchPaths;
@@ -53,7 +54,7 @@ macro_rules! kernel_source {
     ($file:literal) => {
         KernelSource {
             file: $file,
-            text: include_str!(concat!("kernels/", $file)),
+            text: include_kernel_text!(concat!("kernels/", $file)),
             is_for_hopper: false,
             is_rarely_used: false,
         }
@@ -61,15 +62,15 @@ macro_rules! kernel_source {
 }
 
 /// Names and texts of the headers that kernel sources include.
-const KERNEL_HEADERS: [(&CStr, &str); 8] = [
-    (c"common.cuh", include_str!("kernels/common.cuh")),
-    (c"attention.cuh", include_str!("kernels/attention.cuh")),
-    (c"blocks.cuh", include_str!("kernels/blocks.cuh")),
-    (c"tiles.cuh", include_str!("kernels/tiles.cuh")),
-    (c"flash.cuh", include_str!("kernels/flash.cuh")),
-    (c"flash_backward.cuh", include_str!("kernels/flash_backward.cuh")),
-    (c"hopper.cuh", include_str!("kernels/hopper.cuh")),
-    (c"flash_hopper.cuh", include_str!("kernels/flash_hopper.cuh")),
+pub(super) const KERNEL_HEADERS: [(&CStr, &str); 8] = [
+    (c"common.cuh", include_kernel_text!("kernels/common.cuh")),
+    (c"attention.cuh", include_kernel_text!("kernels/attention.cuh")),
+    (c"blocks.cuh", include_kernel_text!("kernels/blocks.cuh")),
+    (c"tiles.cuh", include_kernel_text!("kernels/tiles.cuh")),
+    (c"flash.cuh", include_kernel_text!("kernels/flash.cuh")),
+    (c"flash_backward.cuh", include_kernel_text!("kernels/flash_backward.cuh")),
+    (c"hopper.cuh", include_kernel_text!("kernels/hopper.cuh")),
+    (c"flash_hopper.cuh", include_kernel_text!("kernels/flash_hopper.cuh")),
 ];
 /// Source file of the kernels of elementwise ops, dropout, sums of squares of blocks of elements,
 /// and optimizers.

@@ -32,6 +32,7 @@ mod graph_control;
 mod graphs;
 mod host_inputs;
 mod kernel_report;
+mod kernel_text;
 mod launch;
 mod launch_log;
 mod library;

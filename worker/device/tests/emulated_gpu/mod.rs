@@ -54,26 +54,47 @@ fn cpp_library_directory() -> &'static Path {
     DIRECTORY.get_or_init(|| {
         let [sources, kernels] =
             ["tests/emulated_gpu", "src/cuda/kernels"].map(|path| find_device_crate().join(path));
-        let mut hasher = DefaultHasher::new();
-        for directory in [&sources, &kernels] {
-            let mut files: Vec<_> =
-                fs::read_dir(directory).expect("sources").map(|e| e.expect("entry").path()).collect();
-            files.sort();
-            files.iter().for_each(|file| fs::read(file).expect("a source").hash(&mut hasher));
-        }
-        compiler_options().hash(&mut hasher);
-        let target = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
-        let directory = target.join(format!("emulated-gpu-{:016x}", hasher.finish()));
-        if !directory.exists() {
-            // A build takes 20 seconds of CPU time, so that other tests wait for it.
-            let lock = fs::File::create(directory.with_extension("lock")).expect("a lock file");
-            lock.lock().expect("locked");
-            if !directory.exists() {
-                build_libraries(&sources, &kernels, &directory);
-            }
-        }
-        directory
+        let compiler = Command::new("c++").arg("--version").output();
+        let compiler = compiler.expect("a C++ compiler (scripts/setup-tests installs one)").stdout;
+        let options = compiler_options().concat();
+        let inputs = hash_inputs(&[&sources, &kernels], &[&compiler, options.as_bytes()]);
+        find_or_create("emulated-gpu", inputs, |new| build_libraries(&sources, &kernels, new))
     })
+}
+
+/// Returns a hash of the files in `directories` and of `other` inputs of a compiler.
+pub(crate) fn hash_inputs(directories: &[&Path], other: &[&[u8]]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    for directory in directories {
+        let mut files: Vec<_> =
+            fs::read_dir(directory).expect("sources").map(|e| e.expect("entry").path()).collect();
+        files.sort();
+        files.iter().for_each(|file| fs::read(file).expect("a source").hash(&mut hasher));
+    }
+    other.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// Returns the directory `NAME-HASH` in the cache of the tests, whose files depend only on the hashed
+/// `inputs`. Calls `create` with a new directory if it does not exist. That takes up to a minute of CPU
+/// time, so that concurrent tests wait for it.
+pub(crate) fn find_or_create(name: &str, inputs: u64, create: impl FnOnce(&Path)) -> PathBuf {
+    let cache = find_cache().unwrap_or_else(|| PathBuf::from(env!("CARGO_TARGET_TMPDIR")));
+    fs::create_dir_all(&cache).expect("a directory");
+    let directory = cache.join(format!("{name}-{inputs:016x}"));
+    if !directory.exists() {
+        let lock = fs::File::create(directory.with_extension("lock")).expect("a lock file");
+        lock.lock().expect("locked");
+        if !directory.exists() {
+            let new = directory.with_extension("new");
+            // An interrupted test may have left an incomplete directory.
+            _ = fs::remove_dir_all(&new);
+            fs::create_dir(&new).expect("a directory");
+            create(&new);
+            fs::rename(&new, &directory).expect("renamed");
+        }
+    }
+    directory
 }
 
 /// Returns the architecture of the emulated GPU: Ada, or Hopper if the kernels run as PTX.
@@ -92,28 +113,24 @@ pub(crate) fn architecture() -> &'static str {
 #[allow(dead_code, reason = "some test files do not use it")]
 pub(crate) fn ptx_library_directory() -> Option<PathBuf> {
     let nvrtc = nvrtc_directory()?;
-    let directory = cpp_library_directory().with_extension("ptx");
-    if !directory.exists() {
-        let new = directory.with_extension(std::process::id().to_string());
-        fs::create_dir_all(&new).expect("a directory");
+    let cpp = cpp_library_directory();
+    let inputs =
+        hash_inputs(&[], &[cpp.as_os_str().as_encoded_bytes(), nvrtc.as_os_str().as_encoded_bytes()]);
+    Some(find_or_create("emulated-gpu-ptx", inputs, |new| {
         for (library, _) in LIBRARIES.into_iter().filter(|(library, _)| *library != CUDNN) {
-            fs::copy(cpp_library_directory().join(library), new.join(library)).expect("copied");
+            fs::copy(cpp.join(library), new.join(library)).expect("copied");
         }
-        for (name, target) in [("nvrtc", nvrtc), ("cudnn", cpp_library_directory().join("cudnn"))] {
+        for (name, target) in [("nvrtc", nvrtc), ("cudnn", cpp.join("cudnn"))] {
             std::os::unix::fs::symlink(target, new.join(name)).expect("a link");
         }
-        move_into_place(&new, &directory);
-    }
-    Some(directory)
+    }))
 }
 
 /// Returns the directory of NVIDIA's NVRTC, or `None` if it is not installed. Panics in that case
 /// if `LAUNCH_TEST_REQUIRE=all`.
 #[allow(dead_code, reason = "some test files do not use it")]
 pub(crate) fn nvrtc_directory() -> Option<PathBuf> {
-    let cache = std::env::var_os("LAUNCH_TEST_CACHE").map(PathBuf::from);
-    let cache = cache.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache/launch-tests")));
-    let directory = cache.expect("a home directory").join("nvrtc/nvidia/cu13/lib");
+    let directory = find_cache().expect("a home directory").join("nvrtc/nvidia/cu13/lib");
     if directory.exists() {
         return Some(directory);
     }
@@ -123,9 +140,16 @@ pub(crate) fn nvrtc_directory() -> Option<PathBuf> {
     None
 }
 
+/// Returns the directory in which `scripts/setup-tests` stores what it installs, or `None` without a
+/// home directory.
+fn find_cache() -> Option<PathBuf> {
+    let cache = std::env::var_os("LAUNCH_TEST_CACHE").map(PathBuf::from);
+    cache.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache/launch-tests")))
+}
+
 /// Returns the directory of the crate `device`. The tests of `device`, of `worker` and of the
 /// executable include this module, each from another directory.
-fn find_device_crate() -> PathBuf {
+pub(crate) fn find_device_crate() -> PathBuf {
     let manifest = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
     let candidates = [manifest.join("../device"), manifest.join("device"), manifest.join("worker/device")];
     candidates.into_iter().find(|path| path.join("tests/emulated_gpu").exists()).expect("the crate `device`")
@@ -144,10 +168,8 @@ fn compiler_options() -> Vec<&'static str> {
     [&language[..], &library, cpu].concat()
 }
 
-/// Builds the emulated libraries in a temporary directory, which is then moved to `directory`.
-/// Concurrent builds therefore see all libraries or none.
-fn build_libraries(sources: &Path, kernels: &Path, directory: &Path) {
-    let new = directory.with_extension(std::process::id().to_string());
+/// Builds the emulated libraries in the directory `new`.
+fn build_libraries(sources: &Path, kernels: &Path, new: &Path) {
     fs::create_dir_all(new.join("cudnn")).expect("a directory");
     fs::write(new.join("kernels.inc"), generate_kernel_include(kernels)).expect("written");
     for (library, source) in LIBRARIES {
@@ -156,7 +178,7 @@ fn build_libraries(sources: &Path, kernels: &Path, directory: &Path) {
             .args(["-Wall", "-Wno-unknown-pragmas", "-Werror", "-I"])
             .arg(kernels)
             .arg("-I")
-            .arg(&new)
+            .arg(new)
             .arg("-I")
             .arg(sources)
             .arg(format!("-Wl,-soname,emulated-{library}"))
@@ -166,16 +188,6 @@ fn build_libraries(sources: &Path, kernels: &Path, directory: &Path) {
             .output()
             .expect("a C++ compiler (scripts/setup-tests installs one)");
         assert!(output.status.success(), "{source}: {}", String::from_utf8_lossy(&output.stderr));
-    }
-    move_into_place(&new, directory);
-}
-
-/// Renames the complete directory `new` to `directory`. If a concurrent build was first, removes
-/// `new` instead.
-fn move_into_place(new: &Path, directory: &Path) {
-    if fs::rename(new, directory).is_err() {
-        assert!(directory.exists(), "cannot create {}", directory.display());
-        fs::remove_dir_all(new).expect("removed");
     }
 }
 

@@ -9,7 +9,7 @@ use device::ops::{
     EmbeddingOps, MatmulOps, VectorOps, WriteMode,
 };
 use device::{Buf, Cuda, Dtype, Storage, View, conformance};
-use std::sync::OnceLock;
+use std::{collections::BTreeSet, fs, sync::OnceLock};
 
 /// Returns a search path for the CUDA libraries that contains only the emulated ones.
 fn library_paths() -> LibrarySearchPaths {
@@ -191,7 +191,7 @@ fn compiled_kernels_are_cached() {
     let open = || Cuda::open(&library_paths(), 0, Some(cache.path().join("kernels"))).expect("opened");
     open().load_kernels().expect("compiled");
     let files = || {
-        let mut names: Vec<_> = std::fs::read_dir(cache.path().join("kernels"))
+        let mut names: Vec<_> = fs::read_dir(cache.path().join("kernels"))
             .expect("the cache")
             .map(|e| e.expect("entry").path())
             .collect();
@@ -201,11 +201,11 @@ fn compiled_kernels_are_cached() {
     let cached = files();
     assert_eq!(cached.len(), 8, "{cached:?}");
     for file in &cached {
-        std::fs::write(file, "damaged").expect("written");
+        fs::write(file, "damaged").expect("written");
     }
     open().load_kernels().expect("compiled again");
     assert_eq!(files(), cached);
-    assert!(cached.iter().all(|f| std::fs::metadata(f).expect("a file").len() > 48));
+    assert!(cached.iter().all(|f| fs::metadata(f).expect("a file").len() > 48));
 }
 
 /// Runs attention with heads of `head_dim` elements on the GPU, forward and backward, and returns
@@ -242,7 +242,7 @@ fn rarely_used_kernels_are_compiled_at_their_first_use() {
         let cache = tempfile::tempdir().expect("a directory");
         let cuda = Cuda::open(&library_paths(), 0, Some(cache.path().to_owned())).expect("opened");
         let list_files = || {
-            let files = std::fs::read_dir(cache.path()).expect("the cache").map(|e| e.expect("entry"));
+            let files = fs::read_dir(cache.path()).expect("the cache").map(|e| e.expect("entry"));
             files.map(|file| file.file_name().to_string_lossy().into_owned()).collect::<Vec<_>>()
         };
         cuda.load_kernels().expect("compiled");
@@ -280,9 +280,9 @@ fn the_fastest_algorithm_is_found_and_stored() {
         cuda.clone_to_host(y.view()).host_slice().to_vec()
     };
     let stored_choices = || {
-        let files = std::fs::read_dir(cache.path()).expect("the cache").map(|e| e.expect("entry").path());
+        let files = fs::read_dir(cache.path()).expect("the cache").map(|e| e.expect("entry").path());
         let choices = files.filter(|f| f.extension().is_some_and(|e| e == "algorithm"));
-        choices.map(|f| (std::fs::read(&f).expect("read"), f)).collect::<Vec<_>>()
+        choices.map(|f| (fs::read(&f).expect("read"), f)).collect::<Vec<_>>()
     };
     assert_eq!(run_matmul(WriteMode::Overwrite), [48.0; 64]);
     let [(bytes, file)] = &stored_choices()[..] else { panic!("not one choice: {:?}", stored_choices()) };
@@ -290,9 +290,9 @@ fn the_fastest_algorithm_is_found_and_stored() {
     assert_eq!(which, 1, "the fast one");
     // A file that is damaged, or names an algorithm that is not suggested, is replaced.
     for damaged in [&bytes[..60], b"", &[0; 112]] {
-        std::fs::write(file, damaged).expect("written");
+        fs::write(file, damaged).expect("written");
         assert_eq!(run_matmul(WriteMode::Overwrite), [48.0; 64]);
-        assert_eq!(std::fs::read(file).expect("read"), *bytes);
+        assert_eq!(fs::read(file).expect("read"), *bytes);
     }
     // Timing does not change a result that is added to.
     assert_eq!(run_matmul(WriteMode::Accumulate), [49.0; 64]);
@@ -353,7 +353,7 @@ fn unaligned_matmuls_with_a_bias_match_the_definition() {
 fn an_unwritable_kernel_cache_is_reported_and_harmless() {
     let cache = tempfile::tempdir().expect("a directory");
     let file = cache.path().join("kernels");
-    std::fs::write(&file, "not a directory").expect("written");
+    fs::write(&file, "not a directory").expect("written");
     let cuda = Cuda::open(&library_paths(), 0, Some(file.clone())).expect("opened");
     cuda.load_kernels().expect("compiled");
     let Some(CudaError::KernelCacheWrite { path, .. }) = cuda.kernel_cache_error() else {
@@ -365,7 +365,7 @@ fn an_unwritable_kernel_cache_is_reported_and_harmless() {
         "{}",
         path.display()
     );
-    assert_eq!(std::fs::read(&file).expect("untouched"), b"not a directory");
+    assert_eq!(fs::read(&file).expect("untouched"), b"not a directory");
 }
 
 #[test]
@@ -377,13 +377,40 @@ fn host_and_gpu_memory_are_not_interchangeable() {
     assert!(!panics(&|| assert_eq!(host.view().host_slice(), [0.0; 4])));
 }
 
-/// Compiles the kernels for an architecture with NVIDIA's NVRTC, which needs no GPU, and checks
-/// their shared memory and their registers, which it prints. Skipped if NVRTC is not installed;
-/// panics in that case if `LAUNCH_TEST_REQUIRE=all`.
+/// Returns the kernels that NVIDIA's NVRTC, which needs no GPU, compiles for an architecture: the name
+/// of each source file, and its image. Images of unchanged sources are taken from the cache of the
+/// tests. Returns `None` if NVRTC is not installed; panics in that case if `LAUNCH_TEST_REQUIRE=all`.
+fn compile_kernels(architecture: &str) -> Option<Vec<(String, Vec<u8>)>> {
+    let nvrtc = emulated_gpu::nvrtc_directory()?;
+    let sources = emulated_gpu::find_device_crate().join("src/cuda");
+    // These sources contain the compiler's options and what is removed from the kernels.
+    let [options, kernel_text] =
+        ["compile.rs", "kernel_text.rs"].map(|file| fs::read(sources.join(file)).expect("a source"));
+    let libraries = fs::read_dir(&nvrtc).expect("libraries").map(|entry| {
+        let entry = entry.expect("an entry");
+        (entry.file_name(), entry.metadata().expect("a size").len())
+    });
+    let version = format!("{:?}", libraries.collect::<BTreeSet<_>>());
+    let inputs = [version.as_bytes(), &options, &kernel_text, architecture.as_bytes()];
+    let inputs = emulated_gpu::hash_inputs(&[&sources.join("kernels")], &inputs);
+    let directory = emulated_gpu::find_or_create("kernel-images", inputs, |new| {
+        let paths = LibrarySearchPaths { configured: vec![nvrtc], ..LibrarySearchPaths::default() };
+        for (file, image) in cuda::compile_kernel_sources(&paths, architecture).expect("compiles") {
+            fs::write(new.join(file), image).expect("written");
+        }
+    });
+    let images = fs::read_dir(directory).expect("images").map(|entry| {
+        let path = entry.expect("an entry").path();
+        let file = path.file_name().expect("a name").to_string_lossy().into_owned();
+        (file, fs::read(path).expect("an image"))
+    });
+    Some(images.collect())
+}
+
+/// Compiles the kernels for an architecture with NVIDIA's NVRTC and checks their shared memory and
+/// their registers, which it prints.
 fn assert_kernels_compile(architecture: &str) {
-    let Some(directory) = emulated_gpu::nvrtc_directory() else { return };
-    let paths = LibrarySearchPaths { configured: vec![directory], ..LibrarySearchPaths::default() };
-    let images = cuda::compile_kernel_sources(&paths, architecture).expect("compiles");
+    let Some(images) = compile_kernels(architecture) else { return };
     assert_eq!(images.len(), if architecture == "sm_90" { 12 } else { 11 });
     let reserved = if architecture == "sm_80" { 0 } else { 1024 };
     for (file, image) in &images {
@@ -392,14 +419,14 @@ fn assert_kernels_compile(architecture: &str) {
         let has_array = |kernel: &KernelResources| kernel.static_shared_bytes > reserved;
         // A kernel with dynamic shared memory may use the GPU's maximum, so it must have no static
         // arrays.
-        let is_dynamic = file.starts_with("flash") || *file == "attention.cu";
+        let is_dynamic = file.starts_with("flash") || file == "attention.cu";
         assert!(!is_dynamic || !kernels.iter().any(has_array), "{file}: {kernels:?}");
-        assert!(*file != "norm.cu" || kernels.iter().any(has_array), "{file}: {kernels:?}");
+        assert!(file != "norm.cu" || kernels.iter().any(has_array), "{file}: {kernels:?}");
         for kernel in &kernels {
             println!("{file}: {kernel:?}");
             assert!((1..=255).contains(&kernel.registers), "{kernel:?}");
             // Kernels of flash_hopper.cu spill registers once per block, outside of loops.
-            let keeps_registers = file.starts_with("flash") && *file != "flash_hopper.cu";
+            let keeps_registers = file.starts_with("flash") && file != "flash_hopper.cu";
             assert!(!keeps_registers || kernel.local_bytes == 0, "{kernel:?}");
         }
     }

@@ -177,11 +177,10 @@ fn untrusted_tokenizers_are_errors_that_name_their_record() {
     assert_eq!(summarize(&error), (InterpretationStep::Tokenize, Some(2), Some("cpu_limit_s")), "{error}");
     let normalizer = json!({"type": "Sequence", "normalizers": growing});
     let error = open(build_tokenizer_json(normalizer, Value::Null, None));
-    assert_eq!(
-        summarize(&error),
-        (InterpretationStep::Tokenize, Some(1), Some("memory_limit_bytes")),
-        "{error}"
-    );
+    let (step, line, limit) = summarize(&error);
+    assert_eq!((step, line), (InterpretationStep::Tokenize, Some(1)), "{error}");
+    // A slow machine needs a second of CPU time before the text exceeds the memory.
+    assert!(matches!(limit, Some("memory_limit_bytes" | "cpu_limit_s")), "{error}");
     let error = open(build_tokenizer_json(huge_map, Value::Null, None));
     assert_eq!(
         summarize(&error),
