@@ -60,11 +60,16 @@ impl KilledJob {
     }
 
     /// Checks that a run has resumed from a checkpoint at least as new as that of step `saved`, with
-    /// bit-equal losses. Returns the step at which it has resumed.
+    /// bit-equal losses. Returns the step at which it has resumed, or `saved` if it was killed before.
     fn check_losses(&self, run: &FinishedRun, saved: u64, place: &str) -> u64 {
-        let resumed = run.events_named("resume").first().map_or(0, |event| event["step"].as_u64().unwrap());
+        let losses = run.collect_losses();
+        let resumed = match run.events_named("resume").first() {
+            Some(event) => event["step"].as_u64().unwrap(),
+            None if run.code != 0 && losses.is_empty() => saved,
+            None => 0,
+        };
         assert!(resumed >= saved, "{place}: checkpoint {saved} was announced, resumed at {resumed}");
-        let (losses, expected) = (run.collect_losses(), &self.losses[resumed as usize..]);
+        let expected = &self.losses[resumed as usize..];
         assert!(expected.starts_with(&losses), "{place}: resumed at {resumed}: {losses:?} of {expected:?}");
         resumed
     }
