@@ -1,8 +1,8 @@
 //! Kills ranks with SIGKILL at every write, fsync and rename of a save. The next start, which is
 //! itself killed at the next of these places, must resume from a complete checkpoint with bit-equal
 //! losses.
-use crate::support::{FinishedRun, JobDirectory, list_files_below};
-use std::{fs, process::Command};
+use crate::support::{FinishedRun, JobDirectory, environment::clean_command, list_files_below};
+use std::fs;
 
 /// A job whose ranks are killed while they save.
 struct KilledJob {
@@ -13,8 +13,8 @@ struct KilledJob {
 }
 
 impl KilledJob {
-    /// Runs the job on `world` workers with these settings without a kill. It trains 4 steps and saves
-    /// after steps 2 and 4. The directory `template` keeps the checkpoints as they are after step 2.
+    /// Runs the job on `world` workers with these settings without a kill. It trains 4 steps and
+    /// saves after steps 2 and 4. The directory `template` keeps the checkpoint of step 2.
     fn prepare(world: u32, set: &[&str]) -> KilledJob {
         let job_dir = JobDirectory::new();
         let set: Vec<String> = [&format!("cluster.workers_per_host={world}") as &str]
@@ -43,12 +43,12 @@ impl KilledJob {
     fn restore_step_2(&self) {
         self.job_dir.delete_checkpoints();
         let [from, to] = [self.job_dir.path("template"), self.job_dir.checkpoint_dir()];
-        assert!(Command::new("cp").arg("-a").args([from, to]).status().unwrap().success());
+        assert!(clean_command("cp").arg("-a").args([from, to]).status().unwrap().success());
     }
 
-    /// Runs the job, in which `rank` is killed at its fault point `n`. Checks that the losses continue
-    /// bit-equally after the step at which it resumes, which is at least `saved`. Returns the run and
-    /// this step.
+    /// Runs the job, in which `rank` is killed at its fault point `n`. Checks that the losses
+    /// continue bit-equally after the step at which it resumes, which is at least `saved`. Returns
+    /// the run and this step.
     fn run_with_kill(&self, rank: u32, n: u64, saved: u64) -> (FinishedRun, u64) {
         let run = self.job_dir.run_with_env(&self.settings(), "LAUNCH_FAULT", &format!("{rank}:{n}"));
         let resumed = self.check_losses(&run, saved, &format!("rank {rank}, point {n}"));
@@ -59,8 +59,9 @@ impl KilledJob {
         (run, resumed)
     }
 
-    /// Checks that a run has resumed from a checkpoint at least as new as that of step `saved`, with
-    /// bit-equal losses. Returns the step at which it has resumed, or `saved` if it was killed before.
+    /// Checks that a run has resumed from a checkpoint at least as new as that of step `saved`,
+    /// with bit-equal losses. Returns the step at which it has resumed, or `saved` if it was killed
+    /// before.
     fn check_losses(&self, run: &FinishedRun, saved: u64, place: &str) -> u64 {
         let losses = run.collect_losses();
         let resumed = match run.events_named("resume").first() {
@@ -74,7 +75,8 @@ impl KilledJob {
         resumed
     }
 
-    /// Runs the job to its end after a kill. Checks its losses, and that no partial checkpoint remains.
+    /// Runs the job to its end after a kill. Checks its losses, and that no partial checkpoint
+    /// remains.
     fn complete(&self, saved: u64, place: &str) {
         let run = self.job_dir.run(&self.settings()).expect_success();
         let resumed = self.check_losses(&run, saved, place);
@@ -98,8 +100,8 @@ impl KilledJob {
         self.job_dir.checkpoint_dir().join(name).exists()
     }
 
-    /// Kills `rank` at each fault point (write, fsync or rename) of the save after step 4 and of the
-    /// full weights. The checkpoint of step 2 exists.
+    /// Kills `rank` at each fault point (write, fsync or rename) of the save after step 4 and of
+    /// the full weights. The checkpoint of step 2 exists.
     fn kill_in_next_saves(&self, rank: u32) {
         self.restore_step_2();
         for n in 1.. {
@@ -110,7 +112,8 @@ impl KilledJob {
                 assert!(n > 8, "rank {rank} passes only {n} fault points");
                 return self.check_end(&run, resumed, &place);
             }
-            // Otherwise the next run, which is killed at the next point, resumes what this one has left.
+            // Otherwise the next run, which is killed at the next point, resumes what this one has
+            // left.
             if self.has_checkpoint("step-00000004") {
                 let is_announced = run.events_named("checkpoint").iter().any(|event| event["step"] == 4);
                 self.complete(if is_announced { 4 } else { 2 }, &place);

@@ -75,9 +75,9 @@ pub(crate) fn hash_inputs(directories: &[&Path], other: &[&[u8]]) -> u64 {
     hasher.finish()
 }
 
-/// Returns the directory `NAME-HASH` in the cache of the tests, whose files depend only on the hashed
-/// `inputs`. Calls `create` with a new directory if it does not exist. That takes up to a minute of CPU
-/// time, so that concurrent tests wait for it.
+/// Returns the directory `NAME-HASH` in the cache of the tests, whose files depend only on the
+/// hashed `inputs`. Calls `create` with a new directory if it does not exist. That takes up to a
+/// minute of CPU time, so that concurrent tests wait for it.
 pub(crate) fn find_or_create(name: &str, inputs: u64, create: impl FnOnce(&Path)) -> PathBuf {
     let cache = find_cache().unwrap_or_else(|| PathBuf::from(env!("CARGO_TARGET_TMPDIR")));
     fs::create_dir_all(&cache).expect("a directory");
@@ -140,8 +140,8 @@ pub(crate) fn nvrtc_directory() -> Option<PathBuf> {
     None
 }
 
-/// Returns the directory in which `scripts/setup-tests` stores what it installs, or `None` without a
-/// home directory.
+/// Returns the directory in which `scripts/setup-tests` stores what it installs, or `None` without
+/// a home directory.
 fn find_cache() -> Option<PathBuf> {
     let cache = std::env::var_os("LAUNCH_TEST_CACHE").map(PathBuf::from);
     cache.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache/launch-tests")))

@@ -377,9 +377,10 @@ fn host_and_gpu_memory_are_not_interchangeable() {
     assert!(!panics(&|| assert_eq!(host.view().host_slice(), [0.0; 4])));
 }
 
-/// Returns the kernels that NVIDIA's NVRTC, which needs no GPU, compiles for an architecture: the name
-/// of each source file, and its image. Images of unchanged sources are taken from the cache of the
-/// tests. Returns `None` if NVRTC is not installed; panics in that case if `LAUNCH_TEST_REQUIRE=all`.
+/// Returns the kernels that NVIDIA's NVRTC, which needs no GPU, compiles for an architecture: the
+/// name of each source file, and its image. Images of unchanged sources are taken from the cache of
+/// the tests. Returns `None` if NVRTC is not installed; panics in that case if
+/// `LAUNCH_TEST_REQUIRE=all`.
 fn compile_kernels(architecture: &str) -> Option<Vec<(String, Vec<u8>)>> {
     let nvrtc = emulated_gpu::nvrtc_directory()?;
     let sources = emulated_gpu::find_device_crate().join("src/cuda");
