@@ -29,10 +29,11 @@ pub(crate) use transport::{
     RemoteAgentConnection, Transport,
 };
 
+use crate::private_files::read_without_blocking;
 use diagnostic::{Diagnostic, codes::run};
-use jobspec::JobSpec;
+use jobspec::{JobSpec, hosts::MAX_HOSTFILE_BYTES};
 use protocol::control::BatchJobRecord;
-use std::time::Duration;
+use std::{path::Path, time::Duration};
 
 /// All providers of hosts, such as Slurm or SSH, in the order in which launch asks them whether
 /// they provide the hosts of a job. The last one accepts every job.
@@ -62,7 +63,10 @@ pub(crate) fn count_connection_descriptors(job: &JobSpec, hosts: usize) -> u64 {
 /// other.
 pub(crate) fn detect_node_environment() -> diagnostic::Result<Option<NodeEnvironment>> {
     let get = |name: &str| std::env::var(name).ok();
-    let read_file = |path: &str| std::fs::read_to_string(path).ok();
+    let read_file = |path: &str| {
+        let bytes = read_without_blocking(Path::new(path), MAX_HOSTFILE_BYTES as u64).ok()?;
+        String::from_utf8(bytes).ok()
+    };
     let (host, scheduler) = (protocol::host_name::read_host_name(), slurm::read_slurm_variables(&get));
     join::find_node_environment(&join::ProcessEnvironment {
         get: &get,

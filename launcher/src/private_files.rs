@@ -2,7 +2,7 @@
 //! because another user of the machine may have put a file in their place.
 use std::{
     fs::{DirBuilder, File, Metadata, OpenOptions},
-    io,
+    io::{self, Read},
     os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
     path::Path,
 };
@@ -40,6 +40,17 @@ pub(crate) fn create_or_truncate_private_file(path: &Path) -> io::Result<File> {
 /// example for a directory or a pipe.
 pub(crate) fn open_regular_file(path: &Path) -> io::Result<File> {
     open_regular_with_flags(path, 0, |_| true)
+}
+
+/// Reads at most the first `limit` bytes of a file that may be a device such as `/dev/null`. A pipe
+/// without a writer counts as empty. Fails without blocking for a pipe that has a writer but no
+/// data.
+pub(crate) fn read_without_blocking(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+    let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    let mut bytes = Vec::new();
+    file.take(limit).read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// Opens for reading a regular file that belongs to this user and is not writable by all users.
@@ -98,6 +109,21 @@ mod tests {
         assert_eq!([mode(&run), mode(&run.join("a")), mode(&run.join("b"))], [0o700, 0o600, 0o600]);
         assert_ne!(mode(&dir.path().join("runs")) & 0o055, 0, "other users may have runs there");
         create_private_dir(&run.join("a")).expect_err("a file");
+    }
+
+    #[test]
+    fn devices_and_pipes_are_read_without_blocking() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let pipe = dir.path().join("pipe");
+        nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
+        let read = |path: &Path| read_without_blocking(path, 3);
+        assert_eq!(read(&pipe).expect("empty"), b"");
+        assert_eq!(read(Path::new("/dev/null")).expect("empty"), b"");
+        assert_eq!(read(Path::new("/dev/zero")).expect("truncated"), [0; 3]);
+        let writer = OpenOptions::new().read(true).write(true).open(&pipe).expect("a writer");
+        assert_eq!(read(&pipe).expect_err("no data").kind(), io::ErrorKind::WouldBlock);
+        drop(writer);
+        read(dir.path()).expect_err("a directory");
     }
 
     #[test]

@@ -137,6 +137,29 @@ fn the_batch_script_is_that_of_sbatch() {
     assert!(output_to_text(&manifest).starts_with("#!/bin/bash"), "{}", output_to_text(&manifest));
 }
 
+/// Checks that the command fails if it cannot read the job file a second time, instead of waiting
+/// for another writer of a pipe.
+#[test]
+fn a_job_from_a_pipe_is_rejected() {
+    let job_dir = JobDirectory::new();
+    let pipe = job_dir.path("pipe.yaml");
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let writer = std::thread::spawn(move || fs::write(pipe, "run: {command: [\"true\"]}\n").unwrap());
+    let output = job_dir.run_launch(&[
+        "manifest",
+        "kubernetes",
+        "pipe.yaml",
+        "--image",
+        "example.org/train:1",
+        "--nodes",
+        "2",
+    ]);
+    writer.join().unwrap();
+    let text = output_to_text(&output);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    assert!(text.contains("error[job-file-unreadable]: cannot read pipe.yaml"), "{text}");
+}
+
 /// Returns the errors that the schemas of Kubernetes and JobSet find in `objects`.
 fn validate_objects(python: &Path, job_dir: &JobDirectory, objects: &[Value]) -> Vec<String> {
     fs::write(job_dir.path("objects.json"), Value::from(objects).to_string()).unwrap();

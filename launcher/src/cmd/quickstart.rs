@@ -4,7 +4,7 @@ use super::{
     context::CommandContext,
     output::{path_error, print_json, print_line},
 };
-use crate::{format::quote_shell_words, runs::replace_output_file};
+use crate::{format::quote_shell_words, private_files::read_without_blocking, runs::replace_output_file};
 use clap::Args;
 use diagnostic::{Diagnostic, codes, codes::command};
 use serde_json::json;
@@ -68,7 +68,8 @@ fn write_files(dir: &Path) -> diagnostic::Result<Vec<PathBuf>> {
     let mut missing = Vec::new();
     for (name, content) in &contents {
         let path = dir.join(name);
-        match fs::read(&path) {
+        // A longer file, or a pipe or a device, has other content.
+        match read_without_blocking(&path, content.len() as u64 + 1) {
             Ok(known) if known == content.as_bytes() => {}
             Ok(_) => return Err(build_file_exists_error(&path)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => missing.push((path, content)),
@@ -153,5 +154,9 @@ mod tests {
         assert_eq!(error.code(), command::QUICKSTART_EXISTS);
         assert_eq!(fs::read_to_string(&files[0]).expect("kept"), "name: mine\n");
         assert!(!files[1].exists(), "nothing was written");
+        fs::remove_file(&files[0]).expect("removed");
+        nix::unistd::mkfifo(&files[0], nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
+        let error = write_files(directory.path()).expect_err("a pipe");
+        assert_eq!(error.code(), command::QUICKSTART_EXISTS);
     }
 }

@@ -2,11 +2,11 @@
 //!
 //! Passwords and passphrases are not supported, because launch never prompts while a job starts.
 use super::{known_hosts, ssh_error::build_ssh_error, target::SshTarget};
+use crate::private_files::read_without_blocking;
 use diagnostic::{Diagnostic, codes::ssh};
 use ssh2::{Agent, ErrorCode, PublicKey, Session};
 use std::{
-    fs::File,
-    io::{self, Read},
+    io,
     path::{Path, PathBuf},
 };
 
@@ -189,9 +189,8 @@ fn read_public_key(private_key: &Path) -> Option<String> {
 
 /// Reads an SSH key file of the user as text. Ignores everything after the first [`MAX_KEY_BYTES`].
 fn read_key_file(file: &Path) -> io::Result<String> {
-    let mut text = String::new();
-    File::open(file)?.take(MAX_KEY_BYTES).read_to_string(&mut text)?;
-    Ok(text)
+    let bytes = read_without_blocking(file, MAX_KEY_BYTES)?;
+    String::from_utf8(bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
 }
 
 /// The state of an SSH key file: usable without a passphrase, or the reason why launch cannot use

@@ -1,12 +1,13 @@
 //! [`KnownHosts`]: the keys that hosts may present, read from known_hosts files (sshd(8),
 //! "SSH_KNOWN_HOSTS FILE FORMAT").
 use super::ssh_config::matches_patterns;
+use crate::private_files::read_without_blocking;
 use diagnostic::{Diagnostic, codes::ssh};
 use sha1::{Digest, Sha1};
 use std::{
     collections::HashMap,
     fs::{self, OpenOptions},
-    io::{self, Read, Write},
+    io::{self, Write},
     os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
     sync::{Arc, LazyLock, Mutex, PoisonError},
@@ -188,8 +189,7 @@ impl EntryHosts {
 /// Reads a known_hosts file of at most 64 MiB as text, and replaces bytes that are not UTF-8. Fails
 /// if the file is longer than [`MAX_FILE_BYTES`].
 fn read_known_hosts_file(file: &Path) -> io::Result<String> {
-    let mut bytes = Vec::new();
-    fs::File::open(file)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
+    let bytes = read_without_blocking(file, MAX_FILE_BYTES + 1)?;
     if bytes.len() as u64 > MAX_FILE_BYTES {
         return Err(io::Error::other("the file is larger than 64 MiB"));
     }

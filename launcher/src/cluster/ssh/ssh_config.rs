@@ -3,6 +3,7 @@
 //!
 //! `Match` and the canonicalization of host names are not evaluated here. The resolver runs `ssh
 //! -G` if a file contains them.
+use crate::private_files::read_without_blocking;
 use diagnostic::{Diagnostic, Location, codes::ssh};
 use std::{
     collections::BTreeMap,
@@ -16,14 +17,21 @@ const MAX_INCLUDE_DEPTH: u32 = 8;
 /// The largest size of an SSH configuration file that is read, in bytes. A larger file is an error.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 /// The largest permitted total number of lines in the SSH configuration files that apply to a user,
-/// including the lines of included files. More lines are an error.
+/// including comments and the lines of included files. More lines are an error.
 const MAX_LINES: usize = 50_000;
+/// The largest total size of the SSH configuration files that apply to a user, in bytes. A file
+/// counts each time it is included. Larger files are an error.
+const MAX_TOTAL_BYTES: u64 = 16 << 20;
 
 /// The parsed lines of the user's SSH configuration files, in the order in which they apply. The
 /// lines of an included file replace the `Include` line.
 #[derive(Debug, Default)]
 pub(super) struct SshConfigLines {
     lines: Vec<SshConfigLine>,
+    /// The number of lines that were read, including comments and `Include` lines.
+    read_lines: usize,
+    /// The size in bytes of the files that were read. A file counts each time it is included.
+    read_bytes: u64,
     /// The first keyword that only OpenSSH's client evaluates; `None` if there is none.
     pub(super) unsupported: Option<UnsupportedSshKeyword>,
 }
@@ -82,6 +90,8 @@ enum ConfigSyntaxError {
     IncludeTooDeep,
     #[error("the SSH configuration has more than {MAX_LINES} lines")]
     TooManyLines,
+    #[error("the SSH configuration has more than {} MiB", MAX_TOTAL_BYTES >> 20)]
+    TooLong,
 }
 
 impl ConfigSyntaxError {
@@ -134,12 +144,17 @@ impl SshConfigLines {
                     .with_cause(&error));
             }
         };
+        self.read_bytes += text.len() as u64;
+        if self.read_bytes > MAX_TOTAL_BYTES {
+            return Err(ConfigSyntaxError::TooLong.into_diagnostic(file, 1, ""));
+        }
         for (index, line) in text.lines().enumerate() {
             let invalid = |error: ConfigSyntaxError| error.into_diagnostic(file, index + 1, line);
-            let Some((keyword, values)) = parse_line(line).map_err(invalid)? else { continue };
-            if self.lines.len() >= MAX_LINES {
+            self.read_lines += 1;
+            if self.read_lines > MAX_LINES {
                 return Err(invalid(ConfigSyntaxError::TooManyLines));
             }
+            let Some((keyword, values)) = parse_line(line).map_err(invalid)? else { continue };
             match keyword.as_str() {
                 "host" => self.lines.push(SshConfigLine::Host { patterns: values, depth }),
                 "include" if depth >= MAX_INCLUDE_DEPTH => {
@@ -254,10 +269,11 @@ impl SshHostSettings {
 /// Reads an SSH configuration file as text. Fails if the file is longer than [`MAX_FILE_BYTES`] or
 /// is not UTF-8.
 fn read_config_text(file: &Path) -> io::Result<String> {
-    if fs::metadata(file)?.len() > MAX_FILE_BYTES {
+    let bytes = read_without_blocking(file, MAX_FILE_BYTES + 1)?;
+    if bytes.len() as u64 > MAX_FILE_BYTES {
         return Err(io::Error::other("the file is larger than 1 MiB"));
     }
-    fs::read_to_string(file)
+    String::from_utf8(bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
 }
 
 /// Splits a line of an SSH configuration file into its keyword, in lower case, and its values.
@@ -446,6 +462,31 @@ mod tests {
         let error =
             SshConfigLines::read_files(std::slice::from_ref(&file), true, home.path()).expect_err("a cycle");
         assert_eq!(error.code(), ssh::SSH_CONFIG_INVALID);
+    }
+
+    #[test]
+    fn endless_and_repeated_files_are_rejected() {
+        let home = tempfile::tempdir().expect("a directory");
+        let ssh_dir = home.path().join(".ssh");
+        fs::create_dir(&ssh_dir).expect("a directory");
+        let read = |text: &str| {
+            let file = ssh_dir.join("config");
+            fs::write(&file, text).expect("a file");
+            SshConfigLines::read_files(&[file], true, home.path())
+        };
+        let unreadable = read("Include /dev/zero\n").expect_err("endless");
+        assert_eq!(unreadable.code(), ssh::SSH_CONFIG_UNREADABLE);
+        nix::unistd::mkfifo(&ssh_dir.join("pipe"), nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
+        read("Include pipe /dev/null\nHost a\n").expect("both are empty");
+        // Each file includes the next one many times; the last is a comment, or does not exist.
+        fs::write(ssh_dir.join("one"), "Include two\n".repeat(1000)).expect("a file");
+        fs::write(ssh_dir.join("two"), "Include absent\n".repeat(1000)).expect("a file");
+        let message = |error: Diagnostic| format!("{error:?}");
+        let error = message(read(&"Include one\n".repeat(1000)).expect_err("too many lines"));
+        assert!(error.contains("more than 50000 lines"), "{error}");
+        fs::write(ssh_dir.join("two"), format!("#{}\n", "x".repeat(1 << 19))).expect("a file");
+        let error = message(read("Include one\n").expect_err("too long"));
+        assert!(error.contains("more than 16 MiB"), "{error}");
     }
 
     proptest! {

@@ -1,14 +1,15 @@
 //! Builds the Kubernetes objects of a job: a JobSet or an Indexed Job with one pod for each node, a
 //! headless Service, a Secret with the key of the nodes, and a ConfigMap with the job file.
 use super::super::job_preparation::JobArgs;
+use crate::private_files::open_regular_file;
 use clap::{Args, ValueEnum};
 use diagnostic::{
     Diagnostic,
     codes::{command, host, job as job_codes},
 };
-use jobspec::{HostSelection, JobSpec, hide_secret_values, hosts::NodeCount};
+use jobspec::{HostSelection, JobSpec, MAX_JOB_BYTES, hide_secret_values, hosts::NodeCount};
 use serde_json::{Map, Value, json};
-use std::fs;
+use std::io::Read;
 
 /// The directory in which a pod finds the job file.
 const JOB_FILE_DIRECTORY: &str = "/etc/launch/job";
@@ -109,11 +110,13 @@ pub(super) fn build_objects(args: &KubernetesArgs, job: &JobSpec) -> diagnostic:
     Ok(objects)
 }
 
-/// Reads the job file, whose text becomes part of the manifest. Fails if the file or an override
-/// contains a secret.
+/// Reads the job file, whose text becomes part of the manifest. Fails if the file is a pipe, from
+/// which loading the job has already read the text, or if an override contains a secret.
 fn read_job_file(args: &KubernetesArgs) -> diagnostic::Result<String> {
     let file = &args.job.job;
-    let text = fs::read_to_string(file).map_err(|error| {
+    let mut text = String::new();
+    let read = open_regular_file(file).and_then(|file| file.take(MAX_JOB_BYTES).read_to_string(&mut text));
+    read.map_err(|error| {
         super::super::output::path_error(job_codes::JOB_FILE_UNREADABLE, "cannot read", file, &error)
     })?;
     if let Some(set) = args.job.set.iter().find(|set| hide_secret_values(set) != **set) {

@@ -1,13 +1,14 @@
 //! [`find_openssh_requirement`]: finds a setting of a host in the SSH configuration that only
 //! OpenSSH's client supports, and not launch's built-in client.
 use super::supervised_child::SupervisedChild;
-use crate::cluster::ssh::{
-    known_hosts::{KnownHosts, decode_base64},
-    ssh_config::SshHostSettings,
+use crate::{
+    cluster::ssh::{
+        known_hosts::{KnownHosts, decode_base64},
+        ssh_config::SshHostSettings,
+    },
+    private_files::read_without_blocking,
 };
 use std::{
-    fs::File,
-    io::Read,
     path::{Path, PathBuf},
     process::Command,
     sync::OnceLock,
@@ -135,11 +136,8 @@ fn find_openssh_only_key(files: &HostSshFiles<'_>) -> Option<OpenSshRequirement>
 
 /// Returns whether the private key of an SSH key file is stored on a hardware key.
 fn is_hardware_key(key: &Path) -> bool {
-    let mut text = String::new();
-    let file = File::open(key).map(|file| file.take(MAX_KEY_BYTES).read_to_string(&mut text));
-    if !matches!(file, Ok(Ok(_))) {
-        return false;
-    }
+    let Ok(bytes) = read_without_blocking(key, MAX_KEY_BYTES) else { return false };
+    let Ok(text) = String::from_utf8(bytes) else { return false };
     // The public key at the beginning of the file is not encrypted.
     let lines = text.lines().map(str::trim).filter(|line| !line.starts_with('-'));
     let Some(bytes) = decode_base64(&lines.collect::<String>()) else { return false };
