@@ -1,7 +1,7 @@
 //! Parses the command line, and converts errors of wrong arguments to diagnostics.
 use crate::cmd::{
     LaunchCommand,
-    drop_in::{OtherLauncher, rewrite_launcher_command},
+    drop_in::{LauncherProgram, rewrite_launcher_command},
     output::OutputFormat,
 };
 use clap::{
@@ -122,8 +122,8 @@ fn build_missing_subcommand_error(word: &OsStr) -> Option<Diagnostic> {
 /// the command, so that all of them belong to the other launcher. Returns other command lines
 /// unchanged.
 fn insert_drop_in_command(mut args: Vec<OsString>) -> Vec<OsString> {
-    if let Some(launcher) = args.first().and_then(|name| OtherLauncher::from_program_name(name)) {
-        args.insert(1, OsString::from(launcher.name()));
+    if let Some(program) = args.first().and_then(|name| LauncherProgram::from_path(name)) {
+        args.insert(1, OsString::from(program.name));
     }
     if let Some(at) = find_first_word_index(&args)
         && let Some(words) = rewrite_launcher_command(&args[at..])

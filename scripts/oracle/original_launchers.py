@@ -39,6 +39,7 @@ MAINS = {
     "torch.distributed.run": torch.distributed.run.main,
     "torch.distributed.launch": torch.distributed.launch.main,
     "accelerate": accelerate.commands.accelerate_cli.main,
+    "accelerate-launch": accelerate.commands.launch.main,
     "accelerate.commands.launch": accelerate.commands.launch.main,
     "deepspeed": deepspeed.launcher.runner.main,
     "deepspeed.launcher.runner": deepspeed.launcher.runner.main,

@@ -258,6 +258,8 @@ fn links_with_the_names_of_other_launchers_run_launch() {
     assert!(job_dir.path("worker.0").exists() && job_dir.path("worker.1").exists());
     let help = output_to_text(&run("torchrun", &["--help"]));
     assert!(help.contains("launch torchrun [OPTION OF TORCHRUN]"), "{help}");
+    let help = output_to_text(&run("accelerate-launch", &["--help"]));
+    assert!(help.contains("launch accelerate launch [OPTION OF ACCELERATE]"), "{help}");
     let missing = run("accelerate", &["env"]);
     assert_eq!(missing.status.code(), Some(2), "{}", output_to_text(&missing));
     assert!(output_to_text(&missing).contains("drop-in-original-missing"), "{}", output_to_text(&missing));

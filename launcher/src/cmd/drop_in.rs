@@ -8,7 +8,7 @@ mod original_program;
 mod other_launcher;
 
 pub(crate) use launcher_words::rewrite_launcher_command;
-pub(crate) use other_launcher::OtherLauncher;
+pub(crate) use other_launcher::{LauncherProgram, OtherLauncher};
 
 use super::{
     context::CommandContext,
@@ -67,7 +67,7 @@ const MAX_ENV_VARIABLE_FILE_BYTES: u64 = 1 << 20;
 /// Returns whether `program`, the first word of a command line, is the name or path of a launcher
 /// that launch replaces, such as `torchrun`.
 pub fn is_other_launcher(program: &OsStr) -> bool {
-    OtherLauncher::from_program_name(program).is_some()
+    LauncherProgram::from_path(program).is_some()
 }
 
 /// Arguments of `launch torchrun`, `launch accelerate` and `launch deepspeed`.

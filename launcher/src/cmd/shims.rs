@@ -2,7 +2,7 @@
 //! such as `torchrun`.
 use super::{
     context::CommandContext,
-    drop_in::OtherLauncher,
+    drop_in::LauncherProgram,
     output::{path_error, print_json, print_line},
 };
 use clap::Args;
@@ -29,7 +29,7 @@ pub(crate) fn run(args: ShimsArgs, context: &CommandContext) -> diagnostic::Resu
         Diagnostic::error(command::EXECUTABLE_UNKNOWN, "cannot determine the path of launch")
             .with_cause(&error)
     })?;
-    let names = OtherLauncher::ALL.map(OtherLauncher::name);
+    let names: Vec<&str> = LauncherProgram::ALL.iter().map(|program| program.name).collect();
     let links = create_links(&executable, &args.dir, &names)?;
     let directory = std::path::absolute(&args.dir).unwrap_or(args.dir);
     let links: Vec<String> = links.iter().map(|link| link.display().to_string()).collect();

@@ -287,7 +287,9 @@ fn deepspeed_runs_on_the_hosts_of_a_hostfile() {
         (limited.cluster.use_hosts, limited.cluster.workers_per_host),
         (Some(2), WorkersPerHost::Exactly(1))
     );
-    let local = load(&deepspeed("-H h --num_nodes 1 --no_local_rank a.py", hosts, &[], 0).expect("a job"));
+    let imported = deepspeed("-H h --num_nodes 1 --no_local_rank a.py", hosts, &[], 0).expect("a job");
+    assert!(imported.notes.iter().any(|note| note.key == "--hostfile" && note.text.contains("`a`")));
+    let local = load(&imported);
     assert_eq!((local.cluster.hosts, local.run.local_rank_argument), (HostSelection::Local, false));
     assert_eq!(local.cluster.workers_per_host, WorkersPerHost::Exactly(4));
     for (line, subject) in [

@@ -34,7 +34,7 @@ const UNSUPPORTED_OPTIONS: &[(&str, &str, &str)] = &[
     ("node-rank", "", "one launch starts all hosts; ranks follow `cluster.hosts`"),
     ("master-addr", "127.0.0.1", "`MASTER_ADDR` is the address of the first host"),
     ("local-addr", "", "hosts are named in `cluster.hosts`"),
-    ("logs-specs", "", "launch has its own log format"),
+    ("logs-specs", "default", "launch has its own log format"),
 ];
 
 /// Converts the arguments that follow `torchrun` to a job.yaml, with notes about options that were

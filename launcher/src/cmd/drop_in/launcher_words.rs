@@ -1,6 +1,6 @@
 //! [`rewrite_launcher_command`]: recognizes the command line of another launcher by the name or
 //! path of its program, or by `python -m MODULE`.
-use super::OtherLauncher;
+use super::{LauncherProgram, OtherLauncher};
 use std::{
     ffi::{OsStr, OsString},
     fs,
@@ -61,17 +61,17 @@ pub(crate) fn rewrite_launcher_command(words: &[OsString]) -> Option<Vec<OsStrin
     };
     let mut rewritten: Vec<OsString>;
     let rest;
-    if let Some(launcher) = OtherLauncher::from_name(program) {
-        let next = arguments.first()?;
-        if ["--", "-h", "--help"].iter().any(|word| next == word) {
+    if let Some(known) = LauncherProgram::from_name(program) {
+        // A name that is also the name of a command of launch needs no change in these cases.
+        let is_unchanged = known.name == known.launcher.name()
+            && arguments.first().is_none_or(|next| ["--", "-h", "--help"].iter().any(|word| next == word));
+        if is_unchanged {
             return None;
         }
-        (rewritten, rest) = (build(launcher, Vec::new(), &[]), arguments);
-    } else if let Some(launcher) =
-        OtherLauncher::from_program_name(program).filter(|_| is_executable(program))
-    {
+        (rewritten, rest) = (build(known.launcher, Vec::new(), known.words), arguments);
+    } else if let Some(known) = LauncherProgram::from_path(program).filter(|_| is_executable(program)) {
         let options = vec![OsString::from("--original"), program.clone()];
-        (rewritten, rest) = (build(launcher, options, &[]), arguments);
+        (rewritten, rest) = (build(known.launcher, options, known.words), arguments);
     } else {
         let (module, module_arguments) =
             is_python(program).then(|| split_module_arguments(arguments)).flatten()?;
@@ -142,6 +142,9 @@ mod tests {
             ),
             ("python3 -um accelerate.commands.launch a.py", "accelerate --python python3 -- launch a.py"),
             ("pypy3 -Im deepspeed.launcher.runner a.py", "deepspeed --python pypy3 -- a.py"),
+            ("accelerate-launch --cpu a.py", "accelerate -- launch --cpu a.py"),
+            ("accelerate-launch --help", "accelerate -- launch --help"),
+            ("accelerate-launch", "accelerate -- launch"),
             ("python -mtorch.distributed.run", "torchrun --python python --"),
         ] {
             assert_eq!(rewrite(line).as_deref(), Some(expected), "{line}");
@@ -170,11 +173,15 @@ mod tests {
     #[test]
     fn a_launcher_is_recognized_by_its_path_if_it_is_executable() {
         let directory = tempfile::tempdir().expect("a directory");
-        let program = directory.path().join("torchrun");
-        fs::write(&program, "name: job\n").expect("written");
-        let line = format!("{} a.py", program.display());
-        assert_eq!(rewrite(&line), None);
-        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).expect("changed");
-        assert_eq!(rewrite(&line), Some(format!("torchrun --original {} -- a.py", program.display())));
+        for (name, words) in [("torchrun", ""), ("accelerate-launch", " launch")] {
+            let program = directory.path().join(name);
+            fs::write(&program, "name: job\n").expect("written");
+            let line = format!("{} a.py", program.display());
+            assert_eq!(rewrite(&line), None);
+            fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).expect("changed");
+            let command = name.split('-').next().expect("a name");
+            let expected = format!("{command} --original {} --{words} a.py", program.display());
+            assert_eq!(rewrite(&line), Some(expected));
+        }
     }
 }

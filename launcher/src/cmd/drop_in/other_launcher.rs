@@ -1,4 +1,5 @@
-//! [`OtherLauncher`]: the launchers whose command lines launch can run, such as torchrun.
+//! [`OtherLauncher`]: the launchers whose command lines launch can run, such as torchrun, and
+//! [`LauncherProgram`]: the programs of these launchers.
 use std::{ffi::OsStr, path::Path};
 
 /// A launcher whose command lines launch can run: torchrun, accelerate or deepspeed.
@@ -13,10 +14,6 @@ pub(crate) enum OtherLauncher {
 }
 
 impl OtherLauncher {
-    /// All launchers whose command lines launch can run.
-    pub(crate) const ALL: [OtherLauncher; 3] =
-        [OtherLauncher::Torchrun, OtherLauncher::Accelerate, OtherLauncher::Deepspeed];
-
     /// Returns the name of the launcher's program, such as `torchrun`, which is also the name of
     /// the command of launch.
     pub(crate) fn name(self) -> &'static str {
@@ -26,16 +23,41 @@ impl OtherLauncher {
             OtherLauncher::Deepspeed => "deepspeed",
         }
     }
+}
 
-    /// Returns the launcher with the name `name`, such as `torchrun`, or `None` if launch replaces
-    /// no such launcher.
-    pub(crate) fn from_name(name: &OsStr) -> Option<OtherLauncher> {
-        OtherLauncher::ALL.into_iter().find(|launcher| name == launcher.name())
+/// A program of another launcher.
+#[derive(Debug)]
+pub(crate) struct LauncherProgram {
+    /// The file name of the program, such as `accelerate-launch`.
+    pub(crate) name: &'static str,
+    /// The launcher.
+    pub(crate) launcher: OtherLauncher,
+    /// The words of the launcher's command line that the program implies, such as `launch`.
+    pub(crate) words: &'static [&'static str],
+}
+
+impl LauncherProgram {
+    /// All programs whose command lines launch can run.
+    pub(crate) const ALL: &[LauncherProgram] = &[
+        LauncherProgram { name: "torchrun", launcher: OtherLauncher::Torchrun, words: &[] },
+        LauncherProgram { name: "accelerate", launcher: OtherLauncher::Accelerate, words: &[] },
+        LauncherProgram {
+            name: "accelerate-launch",
+            launcher: OtherLauncher::Accelerate,
+            words: &["launch"],
+        },
+        LauncherProgram { name: "deepspeed", launcher: OtherLauncher::Deepspeed, words: &[] },
+    ];
+
+    /// Returns the program with the name `name`, such as `torchrun`, or `None` if launch replaces
+    /// no such program.
+    pub(crate) fn from_name(name: &OsStr) -> Option<&'static LauncherProgram> {
+        LauncherProgram::ALL.iter().find(|program| name == program.name)
     }
 
-    /// Returns the launcher that the path `program` names by its file name, such as torchrun for
+    /// Returns the program that the path `program` names by its file name, such as torchrun for
     /// `/usr/bin/torchrun`.
-    pub(crate) fn from_program_name(program: &OsStr) -> Option<OtherLauncher> {
-        OtherLauncher::from_name(Path::new(program).file_name()?)
+    pub(crate) fn from_path(program: &OsStr) -> Option<&'static LauncherProgram> {
+        LauncherProgram::from_name(Path::new(program).file_name()?)
     }
 }

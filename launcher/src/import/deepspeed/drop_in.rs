@@ -93,9 +93,10 @@ pub(crate) struct DeepSpeedFiles {
 /// The hosts and slots (places for workers) on which a `deepspeed` command line runs its workers.
 #[derive(Debug)]
 enum DeepSpeedResources {
-    /// This machine, with this number of workers, and the numbers of the GPUs if the command line
-    /// selects GPUs.
-    Local(i64, Option<Vec<u32>>),
+    /// This machine, with this number of workers, the numbers of the GPUs if the command line
+    /// selects GPUs, and the only host of the hostfile that the filters select, unless its name is
+    /// [`LOCALHOST_NAME`].
+    Local { workers: i64, devices: Option<Vec<u32>>, host: Option<String> },
     /// The hosts of the hostfile that the filters select.
     Hosts,
 }
@@ -137,9 +138,16 @@ impl DeepSpeedCommand {
             given.insert_default("num_gpus", number);
         }
         let resources = select_resources(&given, files, context).map_err(|error| vec![error])?;
+        if let DeepSpeedResources::Local { host: Some(host), .. } = &resources {
+            let reason = format!(
+                "only `{}` is selected; the job runs on this machine, as with deepspeed",
+                host.escape_debug()
+            );
+            draft.add_key_note("--hostfile", &reason, "add `--force_multi` to run the job on that host");
+        }
         errors.extend(set_program(&mut draft, &mut given, &resources, context).err());
         match &resources {
-            DeepSpeedResources::Local(_, devices) => {
+            DeepSpeedResources::Local { devices, .. } => {
                 if let Some(devices) = devices {
                     let numbers: Vec<String> = devices.iter().map(u32::to_string).collect();
                     draft.set_imported_key(
@@ -233,7 +241,10 @@ fn select_resources(
     if files.hostfile.is_some() && (left.len() > 1 || force) {
         return Ok(DeepSpeedResources::Hosts);
     }
-    let slots = match left.into_iter().next() {
+    let selected = left.into_iter().next();
+    let host = selected.as_ref().map(|(index, _)| pool[*index].0.clone());
+    let host = host.filter(|host| host != LOCALHOST_NAME);
+    let slots = match selected {
         _ if gpus > 0 => HostSlots::Count(gpus.min(i64::from(u32::MAX)) as u32),
         Some((_, slots)) => slots,
         None => HostSlots::Count(0),
@@ -246,7 +257,7 @@ fn select_resources(
         HostSlots::Count(count) => Some((0..count).collect()),
         HostSlots::Auto => None,
     };
-    Ok(DeepSpeedResources::Local(workers, devices.filter(|_| uses_gpus && selects_gpus)))
+    Ok(DeepSpeedResources::Local { workers, devices: devices.filter(|_| uses_gpus && selects_gpus), host })
 }
 
 /// Parses a hostfile into host names, each with its number of slots (places for workers). Fails if
@@ -298,7 +309,7 @@ fn set_program(
     }
     let form = ProgramForm { module, no_python, unbuffered: true };
     let command = form.build_command(context.python, &given.program);
-    let workers = if let DeepSpeedResources::Local(workers, _) = resources { *workers } else { 1 };
+    let workers = if let DeepSpeedResources::Local { workers, .. } = resources { *workers } else { 1 };
     set_local_job_keys(draft, &given.program, &command, workers);
     if !given.take_flag("no_local_rank") {
         draft.set_required_key("run.local_rank_argument", "true");

@@ -50,7 +50,7 @@ const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
         &[""],
         Rejected("no filtered copies are written", "use `launch logs --grep`"),
     ),
-    ("logs-specs", &[], Rejected("launch has its own log format", "use `launch logs`")),
+    ("logs-specs", &["default"], Rejected("launch has its own log format", "use `launch logs`")),
 ];
 
 /// Converts the arguments that follow `torchrun`, or another program of torch, to a job.yaml. Fails
