@@ -494,12 +494,15 @@ impl AgentBootstrap<'_> {
         // descriptor.
         let mut offset = 0;
         let mut chunk = vec![0; CHUNK_BYTES];
+        // What the start-up files of the login shell print on stderr is no answer of the script.
+        let unread = channel.count_unread_bytes();
         loop {
             let n = file.read_at(&mut chunk, offset).map_err(ExecutableSendError::Local)?;
             if n == 0 {
                 break;
             }
-            let written = self.session.write_input_until_answer(channel, &chunk[..n], COPY_STALL_TIMEOUT);
+            let written =
+                self.session.write_input_until_answer(channel, &chunk[..n], unread, COPY_STALL_TIMEOUT);
             written.map_err(|_| ExecutableSendError::Remote)?;
             offset += n as u64;
         }

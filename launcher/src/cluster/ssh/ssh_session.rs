@@ -24,8 +24,9 @@ use std::{
 /// messages. Later bytes are ignored.
 const MAX_STDERR_BYTES: u64 = 8 << 10;
 /// The time, in milliseconds, between two checks for an early answer of a script on a host while a
-/// write to the script's stdin blocks.
-const ANSWER_CHECK_INTERVAL_MS: u32 = 200;
+/// write to the script's stdin blocks. On a slow connection, stderr output of the login shell may
+/// arrive in this time.
+const ANSWER_CHECK_INTERVAL_MS: u32 = 5000;
 
 /// An SSH connection to a host after the login, through launch's built-in client or OpenSSH's
 /// client.
@@ -58,14 +59,16 @@ impl SshSession {
     }
 
     /// Writes bytes, such as the executable to copy, to the stdin of a script on the host, until
-    /// all are written or the script has printed an answer. Blocks. Fails if the host takes no
-    /// bytes for `limit`, and soon after an answer of the script if the host takes no bytes. (sshd
+    /// all are written or the script has printed an answer: more than the `unread` bytes of output
+    /// that [`SshChannel::count_unread_bytes`] counted before the first write. Blocks. Fails if the
+    /// host takes no bytes for `limit`, and soon after an answer if the host takes no bytes. (sshd
     /// closes the channel of a script that has ended, but a blocking write of libssh2 does not
     /// notice that.)
     pub(super) fn write_input_until_answer(
         &self,
         channel: &mut SshChannel,
         mut bytes: &[u8],
+        unread: u32,
         limit: Duration,
     ) -> io::Result<()> {
         let limit_ms = limit.as_millis() as u32;
@@ -80,7 +83,7 @@ impl SshSession {
         let channel = RefCell::new(channel);
         let has_answered = || {
             let channel = channel.borrow();
-            channel.eof() || channel.read_window().available > 0
+            channel.eof() || channel.read_window().available > unread
         };
         let mut result = Ok(());
         while !bytes.is_empty() && result.is_ok() {
@@ -186,6 +189,15 @@ pub(super) enum SshChannel {
 }
 
 impl SshChannel {
+    /// Returns the number of bytes of the script's output, on stdout and stderr, that have arrived
+    /// and were not read. Through OpenSSH's client, the number is unknown, and 0 is returned.
+    pub(super) fn count_unread_bytes(&self) -> u32 {
+        match self {
+            SshChannel::Builtin(channel) => channel.read_window().available,
+            SshChannel::OpenSsh(_) => 0,
+        }
+    }
+
     /// Sends the end of input to a script on the host, except through OpenSSH's client, where later
     /// scripts read from the same stdin.
     pub(super) fn end_input(&mut self) -> io::Result<()> {
