@@ -217,11 +217,10 @@ fn an_interpreter_recovers_from_a_failure() {
         assert_eq!(tokens, [0, 1, 0]);
         assert_eq!(tokenizer.decode(&[0, 3, 1, 77]).unwrap(), "a b");
         let error = tokenizer.encode("a x", &mut tokens).expect_err("too much memory");
-        assert_eq!(
-            summarize(&error),
-            (InterpretationStep::Tokenize, None, Some("memory_limit_bytes")),
-            "{error}"
-        );
+        let (step, record, limit) = summarize(&error);
+        assert_eq!((step, record), (InterpretationStep::Tokenize, None), "{error}");
+        // a slow CPU reaches its own limit first
+        assert!(matches!(limit, Some("memory_limit_bytes" | "cpu_limit_s")), "{error}");
         tokenizer.end_sandbox_process();
     }
 }
