@@ -8,5 +8,5 @@ model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate
 ids = torch.arange(8)[None]
 model(input_ids=ids, labels=ids).loss.backward()
 torch.optim.AdamW(model.parameters()).step()
-assert model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, 10)
+assert model.generate(ids, min_new_tokens=2, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, 10)
 assert torch.distributed.is_gloo_available() and not torch.cuda.is_available()

@@ -171,6 +171,8 @@ fn a_missing_rank_is_reported_before_the_job_starts() {
         let rejected = resumed.expect_rejection(&[from]);
         let failure = rejected.expect_failure();
         messages += &format!("{from}: {}: {}\n", failure["code"], failure["message"].as_str().unwrap());
+        let (exit_code, error) = resumed.job_dir.expect_rejection(&["plan", "job.yaml", "--set", from]);
+        assert_eq!((exit_code, &error["code"]), (4, &failure["code"]));
     }
     resumed.job_dir.assert_snapshot("missing_files", &messages);
 }

@@ -15,11 +15,12 @@ use crate::{
     plan::{HangDetectionReason, MemoryCopyCost},
     secrets::{redact_job_secrets, redact_secret_value},
 };
+use ckpt::CkptError;
 use diagnostic::{
-    Diagnostic, Location,
+    Category, Diagnostic, Location,
     quantity::{format_bytes, format_count, format_seconds},
 };
-use jobspec::{EnvSource, RankSelection, hide_secret_arguments, ids::RunId};
+use jobspec::{EnvSource, RankSelection, ResumeFrom, hide_secret_arguments, ids::RunId};
 use memory_copy_time::{MemoryCopyTime, measure_copy_rate};
 use protocol::{
     control::{HangDetection, HostPlan, WorkerPlan},
@@ -36,6 +37,7 @@ pub(crate) const HELP: &str = "With --verbose, the command also activates the en
 /// environment, and returns the exit code.
 pub(crate) fn run(args: JobArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     let prepared = prepare_job(&args.to_job_load_request(), &placeholder_run_id(), context.preflight)?;
+    check_resume_path(&prepared)?;
     print_plan(&prepared, context, false)
 }
 
@@ -45,7 +47,30 @@ pub(crate) fn print_dry_run_plan(
     request: &JobLoadRequest,
     context: &CommandContext,
 ) -> diagnostic::Result<u8> {
-    print_plan(&prepare_job(request, &placeholder_run_id(), context.preflight)?, context, true)
+    let prepared = prepare_job(request, &placeholder_run_id(), context.preflight)?;
+    check_resume_path(&prepared)?;
+    print_plan(&prepared, context, true)
+}
+
+/// Fails if the path that `resume.from` names is no checkpoint, or lacks a file. Checks only jobs
+/// with built-in training on this machine: other hosts may have files that this machine lacks, and
+/// the checkpoint of a program may have any format.
+fn check_resume_path(prepared: &PreparedJob) -> diagnostic::Result<()> {
+    let job = &prepared.job;
+    let ResumeFrom::Path(path) = &job.resume.from else { return Ok(()) };
+    if job.train.is_none() || prepared.hosts.iter().any(|host| !host.local) {
+        return Ok(());
+    }
+    match ckpt::open_checkpoint(&job.run.workdir.join(path)) {
+        Err(
+            error @ (CkptError::NotFound { .. }
+            | CkptError::NotACheckpoint { .. }
+            | CkptError::Missing { .. }
+            | CkptError::Damaged { .. }),
+        ) => Err(Diagnostic::from(error).with_category(Category::Checkpoint).with_subject("resume.from")),
+        // a worker, which knows the trained weights, may open it
+        Ok(_) | Err(_) => Ok(()),
+    }
 }
 
 /// Returns the placeholder `{run}`, which stands for the run ID in the paths of a plan.

@@ -224,12 +224,19 @@ impl RunFacts {
         self.step.saturating_sub(self.cursor[STEP_LAG_KEY][weight].as_u64().unwrap_or(0))
     }
 
-    /// Fails if the model's description contradicts itself, the number of ranks is 0, or the file
-    /// name of a tokenizer file is unsafe or repeated.
+    /// Fails if the model's description contradicts itself, the number of ranks or the ZeRO stage
+    /// is impossible, the parameter groups are not a list of objects, or the file name of a
+    /// tokenizer file is unsafe or repeated.
     pub(crate) fn check(&self) -> std::result::Result<(), ManifestError> {
         self.model.check()?;
         if self.world == 0 {
             return Err(ManifestError::NoRanks);
+        }
+        if self.stage > 3 {
+            return Err(ManifestError::UnknownStage(self.stage));
+        }
+        if !self.groups.as_array().is_some_and(|groups| groups.iter().all(Value::is_object)) {
+            return Err(ManifestError::GroupsNotObjects);
         }
         let mut seen = HashSet::new();
         for file in &self.tokenizer {

@@ -50,6 +50,12 @@ pub enum ManifestError {
     /// The world size is 0.
     #[error("the world size is 0")]
     NoRanks,
+    /// The ZeRO stage of the run does not exist.
+    #[error("ZeRO stage {0} does not exist; stages are 0 to 3")]
+    UnknownStage(u8),
+    /// The parameter groups are not a list of objects.
+    #[error("the parameter groups are not a list of objects")]
+    GroupsNotObjects,
     /// A tokenizer file has an unsafe name, or the same name as another tokenizer file.
     #[error("{0:?} is not a valid tokenizer file name, or occurs twice")]
     TokenizerFileName(String),
