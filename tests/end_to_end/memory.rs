@@ -10,8 +10,8 @@ train:
   model: {family: llama, hidden_size: 256, intermediate_size: 688, num_hidden_layers: 8, num_attention_heads: 4, vocab_size: 2048}
   data: {files: [corpus.txt], seq_len: 64}
   batch: {global: 8, micro: 1}
-  steps: 3
-checkpoint: {every: 2, async: false, gather_16bit_weights_on_model_save: false}
+  steps: 2
+checkpoint: {every: 1, async: false, gather_16bit_weights_on_model_save: false}
 ";
 
 /// The largest amount of memory, in bytes, that a development build may use in addition to the

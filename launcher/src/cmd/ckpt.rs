@@ -11,6 +11,7 @@ mod open;
 mod output;
 pub(crate) mod program_resume;
 mod repair;
+pub(crate) mod resume_path;
 mod rng;
 mod verify;
 mod watch;

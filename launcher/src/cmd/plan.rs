@@ -15,12 +15,11 @@ use crate::{
     plan::{HangDetectionReason, MemoryCopyCost},
     secrets::{redact_job_secrets, redact_secret_value},
 };
-use ckpt::CkptError;
 use diagnostic::{
-    Category, Diagnostic, Location,
+    Diagnostic, Location,
     quantity::{format_bytes, format_count, format_seconds},
 };
-use jobspec::{EnvSource, RankSelection, ResumeFrom, hide_secret_arguments, ids::RunId};
+use jobspec::{EnvSource, RankSelection, hide_secret_arguments, ids::RunId};
 use memory_copy_time::{MemoryCopyTime, measure_copy_rate};
 use protocol::{
     control::{HangDetection, HostPlan, WorkerPlan},
@@ -52,24 +51,12 @@ pub(crate) fn print_dry_run_plan(
     print_plan(&prepared, context, true)
 }
 
-/// Fails if the path that `resume.from` names is no checkpoint, or lacks a file. Checks only jobs
-/// with built-in training on this machine: other hosts may have files that this machine lacks, and
-/// the checkpoint of a program may have any format.
+/// Checks the path of `resume.from`, if all hosts of the job are this machine. Other hosts may have
+/// files that this machine lacks.
 fn check_resume_path(prepared: &PreparedJob) -> diagnostic::Result<()> {
-    let job = &prepared.job;
-    let ResumeFrom::Path(path) = &job.resume.from else { return Ok(()) };
-    if job.train.is_none() || prepared.hosts.iter().any(|host| !host.local) {
-        return Ok(());
-    }
-    match ckpt::open_checkpoint(&job.run.workdir.join(path)) {
-        Err(
-            error @ (CkptError::NotFound { .. }
-            | CkptError::NotACheckpoint { .. }
-            | CkptError::Missing { .. }
-            | CkptError::Damaged { .. }),
-        ) => Err(Diagnostic::from(error).with_category(Category::Checkpoint).with_subject("resume.from")),
-        // a worker, which knows the trained weights, may open it
-        Ok(_) | Err(_) => Ok(()),
+    match prepared.hosts.iter().all(|host| host.local) {
+        true => super::ckpt::resume_path::check_resume_path(&prepared.job),
+        false => Ok(()),
     }
 }
 

@@ -20,11 +20,13 @@ ulimit -c 0
 kill -ABRT $$
 "#;
 
-/// A script in which rank 1 never enters the fourth collective, and the timeout of Gloo is 3 s.
+/// A script in which rank 1 never enters the fourth collective, and the timeout of Gloo is 15 s.
+/// The same timeout applies to the wait for the other rank at the start, which may take some
+/// seconds.
 const GLOO_SCRIPT: &str = r#"
 import datetime, time
 import torch, torch.distributed as dist
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=15))
 x = torch.ones(4)
 for _ in range(3):
     dist.all_reduce(x)

@@ -7,8 +7,8 @@ use std::{
 const MIN_PAUSE: Duration = Duration::from_millis(10);
 const MAX_PAUSE: Duration = Duration::from_millis(500);
 
-/// Pauses between looks at a condition. Each pause is four times as long as the look before. So
-/// waiting takes at most a fifth of a core from the programs that the test waits for.
+/// Pauses between looks at a condition. Each pause is nine times as long as the look before. So
+/// waiting takes at most a tenth of a core from the programs that the test waits for.
 pub(crate) struct PollPauses {
     look_began: Instant,
 }
@@ -21,7 +21,7 @@ impl PollPauses {
 
     /// Pauses after a look, and begins the next one.
     pub(crate) fn pause(&mut self) {
-        thread::sleep((self.look_began.elapsed() * 4).clamp(MIN_PAUSE, MAX_PAUSE));
+        thread::sleep((self.look_began.elapsed() * 9).clamp(MIN_PAUSE, MAX_PAUSE));
         self.look_began = Instant::now();
     }
 }
