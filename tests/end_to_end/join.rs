@@ -193,6 +193,29 @@ fn torchruns_command_line_on_each_node_joins_without_ranks() {
 }
 
 #[test]
+fn deepspeeds_command_line_without_ssh_joins_on_each_node() {
+    let test = "join::deepspeeds_command_line_without_ssh_joins_on_each_node";
+    let Some(nodes) = Nodes::start(test, "h", 2) else { return };
+    fs::write(nodes.job_dir.path("hostfile"), "h0 slots=2\nh1 slots=2\n").unwrap();
+    let program = "echo $LOCAL_RANK of $LOCAL_SIZE on $CROSS_RANK of $CROSS_SIZE, $WORLD_SIZE > place.$RANK";
+    let spawn = |host: u32| {
+        let rank = host.to_string();
+        let options = ["deepspeed", "--hostfile", "hostfile", "--no_ssh", "--node_rank", &rank];
+        let words = [&options[..], &["--no_local_rank", "--no_python", "sh", "-c", program]].concat();
+        nodes.spawn(host, &["LAUNCH_INSECURE=1", "DS_ACCELERATOR=cpu"], &words)
+    };
+    let children = [spawn(1), spawn(0)];
+    for child in children {
+        expect_code(child, 0);
+    }
+    for rank in 0..4 {
+        let text = fs::read_to_string(nodes.job_dir.path(&format!("place.{rank}"))).unwrap();
+        assert_eq!(text, format!("{} of 2 on {} of 2, 4\n", rank % 2, rank / 2));
+    }
+    nodes.assert_nothing_left(2);
+}
+
+#[test]
 fn a_restarted_node_joins_again_and_others_are_rejected() {
     let test = "join::a_restarted_node_joins_again_and_others_are_rejected";
     let Some(nodes) = Nodes::start(test, "h", 3) else { return };

@@ -1,5 +1,6 @@
 //! Tests that launch, started on one of several nodes, never silently runs a separate job there.
 use crate::support::{JobDirectory, output_to_text, parse_rejection};
+use std::fs;
 
 /// Runs `launch ARGS…` with these environment variables, and returns the exit code and the code of
 /// the error.
@@ -38,7 +39,11 @@ fn options_that_describe_several_nodes_are_checked() {
     let torchrun = "torchrun --nnodes 2 --node-rank 1 --master-addr h --no-python true";
     let accelerate = "accelerate launch --num_machines 2 --machine_rank 1 --main_process_ip h --multi_gpu \
                       --num_processes 4 --no_python true";
-    for line in [torchrun, accelerate] {
+    let hostfile = tempfile::NamedTempFile::new().unwrap();
+    fs::write(hostfile.path(), "a slots=2\nb slots=2\n").unwrap();
+    let deepspeed =
+        format!("deepspeed --hostfile {} --no_ssh --node_rank 1 --no_python true", hostfile.path().display());
+    for line in [torchrun, accelerate, &deepspeed] {
         let args: Vec<&str> = line.split_whitespace().collect();
         assert_eq!(expect_error(&[], &args), (2, "join-key-missing".to_owned()), "{line}");
     }

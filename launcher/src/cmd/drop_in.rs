@@ -52,7 +52,9 @@ pub(crate) const ACCELERATE_HELP: &str = "The options after `launch` are those o
     docs/cli.md#drop-in-commands lists the differences.";
 /// The text at the end of the help of `launch deepspeed`.
 pub(crate) const DEEPSPEED_HELP: &str = "The options after the name of the command are those of deepspeed. Options of launch \
-    come before the name: `launch --json deepspeed …`. An option that launch cannot honour is an error.\n`deepspeed --help` of the original program describes the options; \
+    come before the name: `launch --json deepspeed …`. An option that launch cannot honour is an error.\nWith \
+    `--no_ssh`, start the command once on each node, and set LAUNCH_KEY_FILE to a file with the same key on all nodes, or \
+    set LAUNCH_INSECURE=1 to use no key.\n`deepspeed --help` of the original program describes the options; \
     docs/cli.md#drop-in-commands lists the differences.";
 
 /// The directory in which launch creates the process ID file for `deepspeed --save_pid`, as

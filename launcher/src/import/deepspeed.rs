@@ -5,6 +5,7 @@
 mod arguments;
 pub(super) mod drop_in;
 mod optimizer;
+mod resources;
 mod unsupported_keys;
 mod zero;
 

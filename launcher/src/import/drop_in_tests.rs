@@ -293,9 +293,40 @@ fn deepspeed_runs_on_the_hosts_of_a_hostfile() {
     assert_eq!((local.cluster.hosts, local.run.local_rank_argument), (HostSelection::Local, false));
     assert_eq!(local.cluster.workers_per_host, WorkersPerHost::Exactly(4));
     for (line, subject) in [
-        ("-H h --no_ssh --node_rank 1 a.py", "--no_ssh"),
         ("-H h --launcher openmpi a.py", "--launcher openmpi"),
         ("-H h --launcher slurm a.py", "--launcher slurm"),
+    ] {
+        let error = deepspeed(line, hosts, &[], 0).expect_err(line).remove(0);
+        assert_eq!(error.subject(), Some(subject), "{line}");
+    }
+}
+
+#[test]
+fn deepspeed_without_ssh_is_one_of_several_nodes() {
+    let hosts = Some("root@a slots=2\nb slots=2\nc slots=4\n");
+    let imported =
+        deepspeed("-H h --num_nodes 2 --no_ssh --node_rank 1 a.py x", hosts, &[], 4).expect("a job");
+    let nodes = imported.nodes.clone().expect("nodes");
+    let rendezvous = nodes.rendezvous.expect("an address");
+    assert_eq!((nodes.count.min, nodes.count.max, nodes.node_rank), (2, 2, Some(1)));
+    assert_eq!((rendezvous.host.as_str(), rendezvous.port), ("a", 29500));
+    let job = load(&imported);
+    assert_eq!(job.cluster.workers_per_host, WorkersPerHost::Exactly(2));
+    assert_eq!(job.cluster.devices, DeviceSelection::List(vec![0, 1]));
+    assert!(job.run.local_rank_argument && imported.notes.is_empty(), "{:?}", imported.notes);
+    let line = "-H h --num_gpus 3 --no_ssh --node_rank 0 --master_addr 10.0.0.7 --master_port 4000 a.py";
+    let imported = deepspeed(line, hosts, &[], 0).expect("a job");
+    let nodes = imported.nodes.clone().expect("nodes");
+    assert_eq!((nodes.count.max, nodes.node_rank), (3, Some(0)));
+    assert_eq!(nodes.rendezvous.expect("an address").to_string(), "10.0.0.7:4000");
+    assert_eq!(load(&imported).cluster.workers_per_host, WorkersPerHost::Exactly(3));
+    let alone = deepspeed("-H h --num_nodes 1 --no_ssh --node_rank 0 a.py", hosts, &[], 0).expect("a job");
+    assert_eq!((alone.nodes.clone(), load(&alone).cluster.hosts), (None, HostSelection::Local));
+    for (line, subject) in [
+        ("-H h --no_ssh a.py", "--node_rank"),
+        ("-H h --no_ssh --node_rank 3 a.py", "--node_rank"),
+        ("-H h --no_ssh --node_rank 1 a.py", "--hostfile"),
+        ("-H h --num_gpus 1 --no_ssh --node_rank 1 --master_addr [x a.py", "--master_addr"),
     ] {
         let error = deepspeed(line, hosts, &[], 0).expect_err(line).remove(0);
         assert_eq!(error.subject(), Some(subject), "{line}");

@@ -1,6 +1,8 @@
 //! [`DEEPSPEED_OPTIONS`]: the options of the program `deepspeed`.
 use crate::import::command_line::OptionTable;
 
+/// The name of the command `deepspeed` in messages about a converted command line.
+pub(super) const PROGRAM_NAME: &str = "deepspeed";
 /// The options that the program `deepspeed` accepts, including those of elastic training in earlier
 /// releases.
 pub(super) const DEEPSPEED_OPTIONS: OptionTable = OptionTable {

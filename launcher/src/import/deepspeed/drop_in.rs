@@ -1,37 +1,30 @@
 //! [`DeepSpeedCommand`]: a command line of `deepspeed`, which `launch deepspeed` converts to a
-//! job.yaml and runs on this machine or on the hosts of a hostfile.
-use super::arguments::DEEPSPEED_OPTIONS;
+//! job.yaml and runs on this machine, as one of several nodes, or on the hosts of a hostfile.
+use super::{
+    arguments::{DEEPSPEED_OPTIONS, PROGRAM_NAME},
+    resources::{DeepSpeedResources, LOCALHOST_NAME, read_integer_option, select_resources},
+};
 use crate::import::{
     command_line::{CommandLine, CommandLineError},
     drop_in::{
         DropInContext,
         OptionEffect::{NoEffect, Rejected},
-        OptionRule, ProgramForm, apply_option_rules, check_worker_count, create_several_machines_error,
-        create_unsupported_option_error, load_drop_in_job, set_local_job_keys,
+        OptionRule, ProgramForm, apply_option_rules, create_unsupported_option_error, load_drop_in_job,
+        set_local_job_keys,
     },
     import_options::{ImportErrors, set_hostfile},
     job_draft::{ImportedJob, JobDraft},
     value_text::format_yaml_list,
 };
 use diagnostic::Diagnostic;
-use jobspec::{
-    env,
-    hosts::{HostSlots, filter_hosts, parse_hostfile},
-    quote_yaml,
-};
+use jobspec::{env, quote_yaml};
 use std::path::Path;
 
-/// The name of the command `deepspeed` in messages about a converted command line.
-const PROGRAM_NAME: &str = "deepspeed";
 /// The hostfile that DeepSpeed reads if the user names none.
 const DEFAULT_HOSTFILE: &str = "/job/hostfile";
-/// The host name that stands for this machine in DeepSpeed's options `--include` and `--exclude`.
-const LOCALHOST_NAME: &str = "localhost";
 /// Patterns of the environment variables, such as `NCCL*`, that DeepSpeed passes from the user's
 /// shell to workers on other hosts.
 const PASSED_VARIABLES: [&str; 5] = ["MLFLOW*", "PYTHON*", "MV2*", "UCX*", "NCCL*"];
-/// The environment variable by which the user selects the kind of device that DeepSpeed uses.
-const ACCELERATOR_VARIABLE: &str = "DS_ACCELERATOR";
 
 /// The options of `deepspeed` that job.yaml cannot express, each with the note or error that the
 /// option causes.
@@ -73,6 +66,13 @@ const LOCAL_JOB_RULES: &[OptionRule] = &[
     ("no_ssh", &[], NoEffect("the job runs on one machine")),
 ];
 
+/// The options that have no effect if the user runs `deepspeed --no_ssh` on each node, each with a
+/// note for the user.
+const NODE_RULES: &[OptionRule] = &[
+    ("launcher", &["pdsh", "ssh"], NoEffect("the user starts each node")),
+    ("ssh_port", &[], NoEffect("the user starts each node")),
+];
+
 /// A parsed command line of `deepspeed`, divided into its options, the program and the program's
 /// arguments.
 #[derive(Debug)]
@@ -88,17 +88,6 @@ pub(crate) struct DeepSpeedFiles {
     pub(crate) hostfile: Option<String>,
     /// The texts of the files with variables for workers on several hosts.
     pub(crate) variables: Vec<String>,
-}
-
-/// The hosts and slots (places for workers) on which a `deepspeed` command line runs its workers.
-#[derive(Debug)]
-enum DeepSpeedResources {
-    /// This machine, with this number of workers, the numbers of the GPUs if the command line
-    /// selects GPUs, and the only host of the hostfile that the filters select, unless its name is
-    /// [`LOCALHOST_NAME`].
-    Local { workers: i64, devices: Option<Vec<u32>>, host: Option<String> },
-    /// The hosts of the hostfile that the filters select.
-    Hosts,
 }
 
 impl DeepSpeedCommand {
@@ -137,7 +126,8 @@ impl DeepSpeedCommand {
         if let Some(number) = given.take_last_value("num_accelerators") {
             given.insert_default("num_gpus", number);
         }
-        let resources = select_resources(&given, files, context).map_err(|error| vec![error])?;
+        let resources =
+            select_resources(&given, files.hostfile.as_deref(), context).map_err(|error| vec![error])?;
         if let DeepSpeedResources::Local { host: Some(host), .. } = &resources {
             let reason = format!(
                 "only `{}` is selected; the job runs on this machine, as with deepspeed",
@@ -148,18 +138,15 @@ impl DeepSpeedCommand {
         errors.extend(set_program(&mut draft, &mut given, &resources, context).err());
         match &resources {
             DeepSpeedResources::Local { devices, .. } => {
-                if let Some(devices) = devices {
-                    let numbers: Vec<String> = devices.iter().map(u32::to_string).collect();
-                    draft.set_imported_key(
-                        "--include",
-                        "cluster.devices",
-                        format!("[{}]", numbers.join(", ")),
-                    );
-                }
-                for name in ["include", "exclude", "num_nodes", "num_gpus", "force_multi"] {
+                set_devices(&mut draft, &mut given, devices.as_deref());
+                apply_option_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, LOCAL_JOB_RULES);
+            }
+            DeepSpeedResources::Node { devices, .. } => {
+                set_devices(&mut draft, &mut given, devices.as_deref());
+                for name in ["no_ssh", "node_rank", "master_addr", "master_port"] {
                     given.take_last_value(name);
                 }
-                apply_option_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, LOCAL_JOB_RULES);
+                apply_option_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, NODE_RULES);
             }
             DeepSpeedResources::Hosts => {
                 set_hostfile(&mut draft, "--hostfile", Path::new(&hostfile));
@@ -177,120 +164,14 @@ impl DeepSpeedCommand {
                 "",
             ));
         }
+        let nodes = match resources {
+            DeepSpeedResources::Node { nodes, .. } => Some(nodes),
+            DeepSpeedResources::Local { .. } | DeepSpeedResources::Hosts => None,
+        };
         match errors.is_empty() {
-            true => load_drop_in_job(draft, PROGRAM_NAME, errors),
+            true => load_drop_in_job(draft, PROGRAM_NAME, errors).map(|job| ImportedJob { nodes, ..job }),
             false => Err(errors),
         }
-    }
-}
-
-/// Returns the value of the integer option `name` of `deepspeed`, or -1 if the option was not
-/// given.
-fn read_integer_option(given: &CommandLine, name: &str) -> i64 {
-    given.last_value(name).and_then(|text| text.trim().parse().ok()).unwrap_or(-1)
-}
-
-/// Determines the hosts of a `deepspeed` command line and the workers on each host, from the
-/// hostfile, the host filters and the requested counts.
-fn select_resources(
-    given: &CommandLine,
-    files: &DeepSpeedFiles,
-    context: &DropInContext<'_>,
-) -> Result<DeepSpeedResources, Diagnostic> {
-    let filter = |name: &str| given.last_value(name).filter(|text| !text.is_empty()).map(str::to_owned);
-    let (mut include, exclude) = (filter("include"), filter("exclude"));
-    let (nodes, gpus) = (read_integer_option(given, "num_nodes"), read_integer_option(given, "num_gpus"));
-    if (nodes >= 0 || gpus >= 0) && (include.is_some() || exclude.is_some()) {
-        let reason = "it contradicts `--include` and `--exclude`, as in DeepSpeed";
-        return Err(create_unsupported_option_error(PROGRAM_NAME, "--num_gpus", reason, "use one of them"));
-    }
-    let uses_gpus =
-        context.installed_gpus > 0 && context.user_env_variable(ACCELERATOR_VARIABLE) != Some("cpu");
-    let mut selects_gpus = gpus > 0 || include.is_some() || exclude.is_some();
-    let pool: Vec<(String, HostSlots)> = match &files.hostfile {
-        Some(text) => parse_hostfile_slots(text)?,
-        None => {
-            if nodes > 1 {
-                let reason = "the job has several nodes, but there is no hostfile";
-                return Err(create_unsupported_option_error(
-                    PROGRAM_NAME,
-                    "--num_nodes",
-                    reason,
-                    "name the hosts with `--hostfile`",
-                ));
-            }
-            let listed = context.user_env_variable(env::CUDA_VISIBLE_DEVICES).filter(|list| !list.is_empty());
-            if let Some(list) = listed.filter(|_| !selects_gpus) {
-                include = Some(format!("{LOCALHOST_NAME}:{list}"));
-                // The workers inherit the list.
-                selects_gpus = false;
-            }
-            vec![(LOCALHOST_NAME.to_owned(), HostSlots::Count(count_local_slots(uses_gpus, context)))]
-        }
-    };
-    let option = if exclude.is_some() { "--exclude" } else { "--include" };
-    let include: Vec<String> = include.into_iter().collect();
-    let exclude: Vec<String> = exclude.into_iter().collect();
-    let mut left = filter_hosts(&pool, &include, &exclude).map_err(|error| {
-        create_unsupported_option_error(PROGRAM_NAME, option, error.to_string(), "slots count from 0")
-    })?;
-    if nodes > 0 {
-        left.truncate(nodes as usize);
-    }
-    let force = given.last_value("force_multi").is_some();
-    if files.hostfile.is_some() && (left.len() > 1 || force) {
-        return Ok(DeepSpeedResources::Hosts);
-    }
-    let selected = left.into_iter().next();
-    let host = selected.as_ref().map(|(index, _)| pool[*index].0.clone());
-    let host = host.filter(|host| host != LOCALHOST_NAME);
-    let slots = match selected {
-        _ if gpus > 0 => HostSlots::Count(gpus.min(i64::from(u32::MAX)) as u32),
-        Some((_, slots)) => slots,
-        None => HostSlots::Count(0),
-    };
-    let workers = i64::from(slots.count().unwrap_or(1));
-    check_worker_count(PROGRAM_NAME, "--num_gpus", workers)?;
-    selects_gpus |= files.hostfile.is_some();
-    let devices = match slots {
-        HostSlots::Selected(numbers) => Some(numbers),
-        HostSlots::Count(count) => Some((0..count).collect()),
-        HostSlots::Auto => None,
-    };
-    Ok(DeepSpeedResources::Local { workers, devices: devices.filter(|_| uses_gpus && selects_gpus), host })
-}
-
-/// Parses a hostfile into host names, each with its number of slots (places for workers). Fails if
-/// the text is not valid.
-fn parse_hostfile_slots(text: &str) -> Result<Vec<(String, HostSlots)>, Diagnostic> {
-    match parse_hostfile(text) {
-        Ok(entries) => {
-            let slots = |slots: Option<u32>| slots.map_or(HostSlots::Auto, HostSlots::Count);
-            Ok(entries.into_iter().map(|entry| (entry.host.to_string(), slots(entry.slots))).collect())
-        }
-        Err(errors) => {
-            let reason =
-                errors.first().map(|error| format!("line {}: {error}", error.line)).unwrap_or_default();
-            Err(create_unsupported_option_error(
-                PROGRAM_NAME,
-                "--hostfile",
-                reason,
-                "a line is `host slots=N`",
-            ))
-        }
-    }
-}
-
-/// Returns how many workers DeepSpeed starts on this machine by default: one per GPU or, without
-/// GPUs, `LOCAL_SIZE` or one per NUMA node.
-fn count_local_slots(uses_gpus: bool, context: &DropInContext<'_>) -> u32 {
-    let given = context
-        .user_env_variable(env::LOCAL_SIZE)
-        .and_then(|text| text.trim().parse().ok())
-        .filter(|n| *n > 0);
-    match uses_gpus {
-        true => context.installed_gpus as u32,
-        false => given.unwrap_or(context.numa_nodes.max(1) as u32),
     }
 }
 
@@ -309,7 +190,10 @@ fn set_program(
     }
     let form = ProgramForm { module, no_python, unbuffered: true };
     let command = form.build_command(context.python, &given.program);
-    let workers = if let DeepSpeedResources::Local { workers, .. } = resources { *workers } else { 1 };
+    let workers = match resources {
+        DeepSpeedResources::Local { workers, .. } | DeepSpeedResources::Node { workers, .. } => *workers,
+        DeepSpeedResources::Hosts => 1,
+    };
     set_local_job_keys(draft, &given.program, &command, workers);
     if !given.take_flag("no_local_rank") {
         draft.set_required_key("run.local_rank_argument", "true");
@@ -320,6 +204,18 @@ fn set_program(
     Ok(())
 }
 
+/// Sets the GPUs of the workers on this machine, and removes the options that select hosts and
+/// GPUs, which the command line's resources already contain.
+fn set_devices(draft: &mut JobDraft, given: &mut CommandLine, devices: Option<&[u32]>) {
+    if let Some(devices) = devices {
+        let numbers: Vec<String> = devices.iter().map(u32::to_string).collect();
+        draft.set_imported_key("--include", "cluster.devices", format!("[{}]", numbers.join(", ")));
+    }
+    for name in ["include", "exclude", "num_nodes", "num_gpus", "force_multi"] {
+        given.take_last_value(name);
+    }
+}
+
 /// Converts the hosts of a `deepspeed` command line for several hosts, and the environment
 /// variables of its workers, to keys of job.yaml.
 fn set_hosts(
@@ -328,10 +224,6 @@ fn set_hosts(
     context: &DropInContext<'_>,
 ) -> Result<(), Diagnostic> {
     given.take_flag("force_multi");
-    if given.take_flag("no_ssh") {
-        let reason = "`deepspeed --no_ssh` runs on each of the hosts";
-        return Err(create_several_machines_error(PROGRAM_NAME, "--no_ssh", reason));
-    }
     let launcher = given.take_last_value("launcher").unwrap_or_else(|| "pdsh".to_owned()).to_lowercase();
     match launcher.as_str() {
         "pdsh" | "ssh" => {}
