@@ -1,5 +1,6 @@
 //! Tests preemption in partitions with both values of PreemptMode.
 use super::cluster::{SlurmCluster, wait_until};
+use crate::support::slowed_worker::SlowedWorker;
 use serde_json::Value;
 use std::{
     collections::BTreeMap,
@@ -49,6 +50,7 @@ fn check_preempted_training(
     expected: &BTreeMap<u64, (u64, u64)>,
 ) {
     let name = format!("tiny-{partition}");
+    let slowed = SlowedWorker::start_in(cluster.dir.join("h1"));
     let job = submit_training(cluster, &name, partition);
     for restarts in 1..=count {
         wait_for_step(cluster, &job, &name, cluster.read_last_step(&name) + 10);
@@ -56,6 +58,7 @@ fn check_preempted_training(
         preempt_job(cluster, &job, 2, restarts);
         println!("preemption {restarts} in {partition}: runs again after {:.1?}", began.elapsed());
     }
+    drop(slowed);
     cluster.wait_for_job_end(&job, "COMPLETED");
     assert!(cluster.collect_step_bits(&name) == *expected, "the losses differ in partition {partition}");
     let events = cluster.read_events(&name);
@@ -136,7 +139,7 @@ fn check_nodes_that_join(cluster: &SlurmCluster) {
 fn preempted_jobs_save_are_requeued_and_resume() {
     let Some(cluster) = SlurmCluster::start("preempted_jobs_save_are_requeued_and_resume", 2) else { return };
     let count = read_preemption_count();
-    let expected = cluster.write_training_job(2, 400 * u64::from(count));
+    let expected = cluster.write_training_job(2, 150 * u64::from(count));
     for partition in ["requeued", "cancelled"] {
         check_preempted_training(&cluster, partition, count, &expected);
     }

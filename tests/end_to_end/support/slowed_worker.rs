@@ -7,6 +7,7 @@ use nix::{
 };
 use std::{
     fs,
+    path::PathBuf,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -42,9 +43,14 @@ pub(crate) struct SlowedWorker {
 impl SlowedWorker {
     /// Starts to suspend the worker of a host, and each worker that replaces it.
     pub(crate) fn start(hosts: &SimulatedHosts, host: &str) -> SlowedWorker {
+        SlowedWorker::start_in(hosts.host_directory(host))
+    }
+
+    /// Starts to suspend a worker of the host with this directory, and each worker that replaces
+    /// it. The file `pid1` in the directory has the pid of the host's first process.
+    pub(crate) fn start_in(directory: PathBuf) -> SlowedWorker {
         let ends = Arc::new(AtomicBool::new(false));
         let has_to_end = ends.clone();
-        let directory = hosts.host_directory(host);
         let find_worker = move || {
             let processes = list_processes_of_host(&directory);
             let worker = processes.iter().find(|(_, line)| line.starts_with("launch worker"));
