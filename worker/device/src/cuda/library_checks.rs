@@ -36,18 +36,15 @@ pub fn query_library_versions(paths: &LibrarySearchPaths) -> [(&'static str, Res
     ]
 }
 
-/// Compiles the CUDA source files that support the GPU architecture `architecture`, such as
-/// `sm_90`, and returns the files' names and compiled kernels (cubin). Leaves out the files that
-/// few jobs need, unless `with_rarely_used` is set. This needs NVRTC and no GPU.
+/// Compiles every CUDA source file that supports the GPU architecture `architecture`, such as
+/// `sm_90`, and returns the files' names and compiled kernels (cubin). This needs NVRTC and no GPU.
 pub fn compile_kernel_sources(
     paths: &LibrarySearchPaths,
     architecture: &str,
-    with_rarely_used: bool,
 ) -> Result<Vec<(&'static str, Vec<u8>)>> {
     let nvrtc = Nvrtc::open(paths)?;
     let compiled_for =
         |source: &'static KernelSource| Some((source, source.find_architecture(architecture)?));
-    let used = KERNEL_SOURCES.iter().filter(|source| with_rarely_used || !source.is_rarely_used);
-    let sources = used.filter_map(compiled_for);
+    let sources = KERNEL_SOURCES.iter().filter_map(compiled_for);
     sources.map(|(source, architecture)| Ok((source.file, nvrtc.compile(*source, architecture)?))).collect()
 }

@@ -381,7 +381,7 @@ fn host_and_gpu_memory_are_not_interchangeable() {
 /// name of each source file, and its image. Images of unchanged sources are taken from the cache of
 /// the tests. Returns `None` if NVRTC is not installed; panics in that case if
 /// `LAUNCH_TEST_REQUIRE=all`.
-fn compile_kernels(architecture: &str, with_rarely_used: bool) -> Option<Vec<(String, Vec<u8>)>> {
+fn compile_kernels(architecture: &str) -> Option<Vec<(String, Vec<u8>)>> {
     let nvrtc = emulated_gpu::nvrtc_directory()?;
     let sources = emulated_gpu::find_device_crate().join("src/cuda");
     // These sources contain the compiler's options and what is removed from the kernels.
@@ -392,13 +392,11 @@ fn compile_kernels(architecture: &str, with_rarely_used: bool) -> Option<Vec<(St
         (entry.file_name(), entry.metadata().expect("a size").len())
     });
     let version = format!("{:?}", libraries.collect::<BTreeSet<_>>());
-    let inputs =
-        [version.as_bytes(), &options, &kernel_text, architecture.as_bytes(), &[u8::from(with_rarely_used)]];
+    let inputs = [version.as_bytes(), &options, &kernel_text, architecture.as_bytes()];
     let inputs = emulated_gpu::hash_inputs(&[&sources.join("kernels")], &inputs);
     let directory = emulated_gpu::find_or_create("kernel-images", inputs, |new| {
         let paths = LibrarySearchPaths { configured: vec![nvrtc], ..LibrarySearchPaths::default() };
-        let images = cuda::compile_kernel_sources(&paths, architecture, with_rarely_used);
-        for (file, image) in images.expect("compiles") {
+        for (file, image) in cuda::compile_kernel_sources(&paths, architecture).expect("compiles") {
             fs::write(new.join(file), image).expect("written");
         }
     });
@@ -411,18 +409,11 @@ fn compile_kernels(architecture: &str, with_rarely_used: bool) -> Option<Vec<(St
 }
 
 /// Compiles the kernels for an architecture with NVIDIA's NVRTC and checks their shared memory and
-/// their registers, which it prints. Checks the kernels that few jobs need for Ampere only, because
-/// they are compiled from the same templates as others, and each takes many seconds.
+/// their registers, which it prints.
 fn assert_kernels_compile(architecture: &str) {
-    let is_ampere = architecture == "sm_80";
-    let Some(images) = compile_kernels(architecture, is_ampere) else { return };
-    let expected = match architecture {
-        "sm_80" => 11,
-        "sm_90" => 9,
-        _ => 8,
-    };
-    assert_eq!(images.len(), expected);
-    let reserved = if is_ampere { 0 } else { 1024 };
+    let Some(images) = compile_kernels(architecture) else { return };
+    assert_eq!(images.len(), if architecture == "sm_90" { 12 } else { 11 });
+    let reserved = if architecture == "sm_80" { 0 } else { 1024 };
     for (file, image) in &images {
         assert!(image.starts_with(b"\x7fELF"), "{file}");
         let kernels = read_kernel_resources(image);
@@ -461,6 +452,6 @@ fn kernels_compile_for_blackwell() {
 fn an_unknown_architecture_is_rejected_by_the_compiler() {
     let Some(directory) = emulated_gpu::nvrtc_directory() else { return };
     let paths = LibrarySearchPaths { configured: vec![directory], ..LibrarySearchPaths::default() };
-    let error = cuda::compile_kernel_sources(&paths, "sm_12", false).expect_err("sm_12 does not exist");
+    let error = cuda::compile_kernel_sources(&paths, "sm_12").expect_err("sm_12 does not exist");
     assert!(matches!(error, CudaError::KernelCompile { .. }), "{error:?}");
 }

@@ -13,9 +13,9 @@ fn every_compiled_op_matches_the_cpu() {
     let Some(directory) = emulated_gpu::ptx_library_directory() else { return };
     let paths = LibrarySearchPaths { configured: vec![directory], ..LibrarySearchPaths::default() };
     let cuda = Cuda::open(&paths, 0, None).expect("the emulated GPU");
-    let rows = conformance::compare_ops_with_cpu(&cuda, 1, 1);
+    let rows = conformance::compare_ops_with_cpu(&cuda, 1, 2);
     assert_eq!(rows.len(), 12);
-    assert!(rows.iter().all(|row| row.failure.is_none() && row.cases >= 1), "{rows:#?}");
+    assert!(rows.iter().all(|row| row.failure.is_none() && row.cases >= 2), "{rows:#?}");
 }
 
 /// The PTX text with which every test kernel begins. The kernel has 64 threads and 64 words of
