@@ -54,10 +54,10 @@ pub(crate) fn print_dry_run_plan(
 /// Checks the path of `resume.from`, if all hosts of the job are this machine. Other hosts may have
 /// files that this machine lacks.
 fn check_resume_path(prepared: &PreparedJob) -> diagnostic::Result<()> {
-    match prepared.hosts.iter().all(|host| host.local) {
-        true => super::ckpt::resume_path::check_resume_path(&prepared.job),
-        false => Ok(()),
+    if prepared.hosts.iter().any(|host| !host.local) {
+        return Ok(());
     }
+    super::ckpt::resume_path::check_resume_path(&prepared.job)
 }
 
 /// Returns the placeholder `{run}`, which stands for the run ID in the paths of a plan.

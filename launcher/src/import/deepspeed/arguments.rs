@@ -1,4 +1,4 @@
-//! [`DEEPSPEED_OPTIONS`]: the options of the program `deepspeed`.
+//! The name and the options of the program `deepspeed` ([`DEEPSPEED_OPTIONS`]).
 use crate::import::command_line::OptionTable;
 
 /// The name of the command `deepspeed` in messages about a converted command line.

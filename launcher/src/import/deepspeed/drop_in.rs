@@ -137,16 +137,8 @@ impl DeepSpeedCommand {
         }
         errors.extend(set_program(&mut draft, &mut given, &resources, context).err());
         match &resources {
-            DeepSpeedResources::Local { devices, .. } => {
+            DeepSpeedResources::Local { devices, .. } | DeepSpeedResources::Node { devices, .. } => {
                 set_devices(&mut draft, &mut given, devices.as_deref());
-                apply_option_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, LOCAL_JOB_RULES);
-            }
-            DeepSpeedResources::Node { devices, .. } => {
-                set_devices(&mut draft, &mut given, devices.as_deref());
-                for name in ["no_ssh", "node_rank", "master_addr", "master_port"] {
-                    given.take_last_value(name);
-                }
-                apply_option_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, NODE_RULES);
             }
             DeepSpeedResources::Hosts => {
                 set_hostfile(&mut draft, "--hostfile", Path::new(&hostfile));
@@ -154,6 +146,17 @@ impl DeepSpeedCommand {
                 set_file_variables(&mut draft, &files.variables, &mut errors);
             }
         }
+        let (nodes, rules) = match resources {
+            DeepSpeedResources::Local { .. } => (None, LOCAL_JOB_RULES),
+            DeepSpeedResources::Node { nodes, .. } => (Some(nodes), NODE_RULES),
+            DeepSpeedResources::Hosts => (None, &[][..]),
+        };
+        if nodes.is_some() {
+            for name in ["no_ssh", "node_rank", "master_addr", "master_port"] {
+                given.take_last_value(name);
+            }
+        }
+        apply_option_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, rules);
         set_master_port_and_log_dir(&mut draft, &mut given);
         apply_option_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, UNSUPPORTED_OPTION_RULES);
         for (name, _) in given.take_remaining_options() {
@@ -164,10 +167,6 @@ impl DeepSpeedCommand {
                 "",
             ));
         }
-        let nodes = match resources {
-            DeepSpeedResources::Node { nodes, .. } => Some(nodes),
-            DeepSpeedResources::Local { .. } | DeepSpeedResources::Hosts => None,
-        };
         match errors.is_empty() {
             true => load_drop_in_job(draft, PROGRAM_NAME, errors).map(|job| ImportedJob { nodes, ..job }),
             false => Err(errors),

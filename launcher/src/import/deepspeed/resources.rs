@@ -40,7 +40,7 @@ pub(super) fn read_integer_option(given: &CommandLine, name: &str) -> i64 {
 }
 
 /// Determines the hosts of a `deepspeed` command line and the workers on each host, from the
-/// the text of the hostfile, the host filters and the requested counts. `hostfile` is `None` if the
+/// text of the hostfile, the host filters and the requested counts. `hostfile` is `None` if the
 /// file does not exist.
 pub(super) fn select_resources(
     given: &CommandLine,
@@ -56,28 +56,13 @@ pub(super) fn select_resources(
     }
     let uses_gpus =
         context.installed_gpus > 0 && context.user_env_variable(ACCELERATOR_VARIABLE) != Some("cpu");
-    let mut selects_gpus = gpus > 0 || include.is_some() || exclude.is_some();
-    let pool: Vec<(String, HostSlots)> = match hostfile {
-        Some(text) => parse_hostfile_slots(text)?,
-        None => {
-            if nodes > 1 {
-                let reason = "the job has several nodes, but there is no hostfile";
-                return Err(create_unsupported_option_error(
-                    PROGRAM_NAME,
-                    "--num_nodes",
-                    reason,
-                    "name the hosts with `--hostfile`",
-                ));
-            }
-            let listed = context.user_env_variable(env::CUDA_VISIBLE_DEVICES).filter(|list| !list.is_empty());
-            if let Some(list) = listed.filter(|_| !selects_gpus) {
-                include = Some(format!("{LOCALHOST_NAME}:{list}"));
-                // The workers inherit the list.
-                selects_gpus = false;
-            }
-            vec![(LOCALHOST_NAME.to_owned(), HostSlots::Count(count_local_slots(uses_gpus, context)))]
-        }
-    };
+    let selects_gpus = hostfile.is_some() || gpus > 0 || include.is_some() || exclude.is_some();
+    let pool = list_hosts(hostfile, nodes, uses_gpus, context)?;
+    // The workers inherit the list of GPUs.
+    let listed = context.user_env_variable(env::CUDA_VISIBLE_DEVICES).filter(|list| !list.is_empty());
+    if let Some(list) = listed.filter(|_| !selects_gpus) {
+        include = Some(format!("{LOCALHOST_NAME}:{list}"));
+    }
     let option = if exclude.is_some() { "--exclude" } else { "--include" };
     let include: Vec<String> = include.into_iter().collect();
     let exclude: Vec<String> = exclude.into_iter().collect();
@@ -106,7 +91,6 @@ pub(super) fn select_resources(
     let slots = count_slots(selected.map_or(HostSlots::Count(0), |(_, slots)| slots));
     let workers = i64::from(slots.count().unwrap_or(1));
     check_worker_count(PROGRAM_NAME, "--num_gpus", workers)?;
-    selects_gpus |= hostfile.is_some();
     let devices = match slots {
         HostSlots::Selected(numbers) => Some(numbers),
         HostSlots::Count(count) => Some((0..count).collect()),
@@ -117,6 +101,25 @@ pub(super) fn select_resources(
         Some(nodes) => DeepSpeedResources::Node { workers, devices, nodes },
         None => DeepSpeedResources::Local { workers, devices, host },
     })
+}
+
+/// Lists the hosts of the hostfile or, without one, this machine, each with its slots. Fails if the
+/// hostfile is not valid, or if several nodes are requested without a hostfile.
+fn list_hosts(
+    hostfile: Option<&str>,
+    nodes: i64,
+    uses_gpus: bool,
+    context: &DropInContext<'_>,
+) -> Result<Vec<(String, HostSlots)>, Diagnostic> {
+    if let Some(text) = hostfile {
+        return parse_hostfile_slots(text);
+    }
+    if nodes > 1 {
+        let reason = "the job has several nodes, but there is no hostfile";
+        let help = "name the hosts with `--hostfile`";
+        return Err(create_unsupported_option_error(PROGRAM_NAME, "--num_nodes", reason, help));
+    }
+    Ok(vec![(LOCALHOST_NAME.to_owned(), HostSlots::Count(count_local_slots(uses_gpus, context)))])
 }
 
 /// Determines the nodes of `deepspeed --no_ssh`, and which of them this machine is, from the
@@ -134,24 +137,18 @@ fn select_node(
     };
     let rank = read_integer_option(given, "node_rank");
     let Some(node_rank) = u32::try_from(rank).ok().filter(|rank| (*rank as usize) < left.len()) else {
-        let reason = format!("with `--no_ssh`, the number of this node is {rank}");
-        return unsupported(
-            "--node_rank",
-            reason,
-            &format!("use a number from 0 to {}", left.len().saturating_sub(1)),
-        );
+        let reason = "`--no_ssh` needs the number of this node in the hostfile".to_owned();
+        let help = format!("use a number from 0 to {}", left.len().saturating_sub(1));
+        return unsupported("--node_rank", reason, &help);
     };
     let [(first, first_slots), others @ ..] = left else { return Ok(None) };
     if others.is_empty() {
         return Ok(None);
     }
     if others.iter().any(|(_, slots)| count_slots(slots) != count_slots(first_slots)) {
-        let reason = "with `--no_ssh`, every node has the same slots".to_owned();
-        return unsupported(
-            "--hostfile",
-            reason,
-            "add `--num_gpus N`, or remove `--no_ssh` to connect over SSH",
-        );
+        let reason = "with `--no_ssh`, all hosts must have the same slots".to_owned();
+        let help = "add `--num_gpus N`, or remove `--no_ssh` to connect over SSH";
+        return unsupported("--hostfile", reason, help);
     }
     let name = pool[*first].0.as_str();
     let address = given.last_value("master_addr").filter(|address| !address.is_empty());
