@@ -7,8 +7,9 @@ use std::{
 const MIN_PAUSE: Duration = Duration::from_millis(10);
 const MAX_PAUSE: Duration = Duration::from_millis(500);
 
-/// Pauses between looks at a condition. Each pause is nine times as long as the look before. So
-/// waiting takes at most a tenth of a core from the programs that the test waits for.
+/// Pauses between looks at a condition. Each pause is nine times as long as the look before, but at
+/// most [`MAX_PAUSE`]. So waiting takes at most a tenth of a core from the programs that the test
+/// waits for, unless a look takes longer than 55 ms.
 pub(crate) struct PollPauses {
     look_began: Instant,
 }
