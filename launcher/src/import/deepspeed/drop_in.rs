@@ -121,7 +121,11 @@ impl DeepSpeedCommand {
         let mut errors = ImportErrors::new();
         given.take_flag("save_pid");
         if given.take_last_value("hostfile").is_some() && files.hostfile.is_none() {
-            draft.add_key_note("--hostfile", "the file does not exist; the job runs on this machine", "");
+            draft.add_key_note(
+                "--hostfile",
+                "there is no regular file at this path; the job runs on this machine",
+                "",
+            );
         }
         if let Some(number) = given.take_last_value("num_accelerators") {
             given.insert_default("num_gpus", number);

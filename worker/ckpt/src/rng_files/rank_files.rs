@@ -4,7 +4,7 @@ use super::streams::{RankRngStates, RngFormat};
 use super::{decode, encode};
 use crate::codec::disk::{self, Directory};
 use crate::codec::json::read_json_if_exists;
-use crate::error::{CkptError, MissingPart, Result, RngFilesError};
+use crate::error::{CkptError, DamageReason, MissingPart, Result, RngFilesError, RngStateError};
 use crate::rng_stream_kind::RngStreamKind;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -77,6 +77,25 @@ pub(crate) fn parse_rank_file_name(name: &str) -> Option<(RngFormat, u32)> {
 /// record about such files. These files depend on the number of ranks.
 pub(super) fn is_rng_file(name: &str) -> bool {
     parse_rank_file_name(name).is_some() || name == RNG_RECORD_FILE
+}
+
+/// Checks that the states in the file `name` can be read if it is a rank's random generator state
+/// file. Other files pass. `name` is relative to `directory` and may be in a subdirectory. A state of
+/// an unknown generator, such as that of another kind of accelerator, is not an error.
+///
+/// # Errors
+/// Fails if the file is missing, too large or damaged, or if a state is invalid.
+pub(crate) fn check_rng_file(directory: &Directory, name: &str) -> Result<()> {
+    let file_name = name.rsplit('/').next().unwrap_or(name);
+    if parse_rank_file_name(file_name).is_none() {
+        return Ok(());
+    }
+    let is_unknown =
+        |reason: &DamageReason| matches!(reason, DamageReason::RngState(RngStateError::UnknownStream { .. }));
+    match decode::read_rank_rng_file(directory, name) {
+        Err(CkptError::Damaged { damage, .. }) if is_unknown(&damage.reason) => Ok(()),
+        other => other.map(|_| ()),
+    }
 }
 
 /// Reads the files with the random generator states of all ranks in the directory `path`. Returns

@@ -531,9 +531,10 @@ fn verify_reports_every_damaged_file_of_an_external_checkpoint() {
     assert!(report.is_sound() && report.notes.is_empty(), "{report:?}");
     assert_eq!(report.checkpoints[0].step, Some(3));
     let (dir, tag) = copy_golden_checkpoint("z2_frozen");
-    fs::write(dir.path().join("rng_state_0.pth"), crate::tests::pack_zip(&[("rng/version", b"3")]))
-        .expect("written");
+    let rng_state = golden_path("hf_ddp/checkpoint-3/rng_state_0.pth");
+    fs::copy(rng_state, dir.path().join("rng_state_0.pth")).expect("copied");
     let report = crate::verify_checkpoints(dir.path()).expect("a report");
+    assert!(report.is_sound(), "{report:?}");
     insta::assert_snapshot!("external_rng_state_missing_warnings", report.warnings.join("\n"));
     for rank in [0, 1] {
         let mut bytes = fs::read(find_optimizer_file(&tag, rank)).expect("there");
@@ -549,6 +550,22 @@ fn verify_reports_every_damaged_file_of_an_external_checkpoint() {
     fs::remove_file(find_optimizer_file(&tag, 1)).expect("removed");
     let report = crate::verify_checkpoints(dir.path()).expect("a report");
     insta::assert_snapshot!("external_verify_rank_missing", format_problems(&report, dir.path()));
+}
+
+#[test]
+fn verify_reports_unreadable_rng_states() {
+    let names = ["rng_state_0.pth", "rng_state_1.pth", "random_states_0.pkl"];
+    // Zip containers with correct checksums whose pickles are: a dict without states, a global that is
+    // not allowed, and a dict with the state of an unknown generator.
+    let other_generator = b"\x80\x02}X\x03\x00\x00\x00xlaK\x07s.";
+    let pickles: [&[u8]; 3] = [b"\x80\x02}.", b"\x80\x02cposix\nsystem\n.", other_generator];
+    let (dir, _) = copy_golden_checkpoint("z2_frozen");
+    for (name, pickle) in names.into_iter().zip(pickles) {
+        let members: [(&str, &[u8]); 2] = [("rng/data.pkl", pickle), ("rng/version", b"3")];
+        fs::write(dir.path().join(name), crate::tests::pack_zip(&members)).expect("written");
+    }
+    let report = crate::verify_checkpoints(dir.path()).expect("a report");
+    insta::assert_snapshot!("external_verify_rng_states", format_problems(&report, dir.path()));
 }
 
 #[test]

@@ -1,8 +1,10 @@
 //! Checks the files of a directory one by one, even if the directory cannot be opened as a
-//! checkpoint. Verifies the CRC-32s of zip containers and the headers of safetensors files.
+//! checkpoint. Verifies the CRC-32s of zip containers, the headers of safetensors files and the
+//! content of files with random generator states.
 use crate::codec::disk::{Directory, FILES_MAX, path_exists};
 use crate::codec::{safetensors, torch_legacy, zip};
 use crate::error::{CkptError, Damage, DamageReason, Result};
+use crate::rng_files::rank_files::check_rng_file;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -27,9 +29,9 @@ pub(crate) struct ScanReport {
     pub(crate) unchecked: Vec<String>,
 }
 
-/// Checks zip CRC-32s and safetensors headers of each file with a known suffix in the directory
-/// `path` and in `depth` levels of subdirectories. Skips the files for which `is_known` is true.
-/// Names in the result are relative to `path`.
+/// Checks zip CRC-32s, safetensors headers and random generator states of each file with a known
+/// suffix in the directory `path` and in `depth` levels of subdirectories. Skips the files for which
+/// `is_known` is true. Names in the result are relative to `path`.
 ///
 /// # Errors
 /// Fails if a directory cannot be listed, or if there are more than [`FILES_MAX`] files with a
@@ -44,7 +46,11 @@ pub(crate) fn check_file_contents_in_directory(
     let mut report = ScanReport::default();
     let files = list_checkable_files(&directory, depth, FILES_MAX)?;
     for name in files.iter().filter(|n| !is_known(n)) {
-        let problem = match check_and_count_file(&directory, name, &mut report) {
+        let checked = match check_and_count_file(&directory, name, &mut report) {
+            Ok(None) => check_rng_file(&directory, name).map(|()| None),
+            other => other,
+        };
+        let problem = match checked {
             Ok(problem) => problem,
             Err(CkptError::Damaged { damage, .. }) => Some(damage.reason),
             Err(e) => Some(e.to_string().into()),
