@@ -23,6 +23,7 @@ mod leases;
 mod line_follower;
 mod metrics_server;
 mod mlflow;
+mod open_file_limit;
 pub mod plan;
 mod private_files;
 mod processes;

@@ -12,7 +12,7 @@ use std::{
 /// grown.
 pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The largest number of bytes that one call of [`LineFollower::read_lines`] reads.
-const CHUNK_BYTES: usize = 64 << 10;
+const CHUNK_BYTES: u64 = 64 << 10;
 /// The length in bytes from which on an unfinished line of the followed file counts as a whole
 /// line.
 const MAX_LINE_BYTES: usize = 1 << 20;
@@ -26,7 +26,6 @@ pub(crate) struct LineFollower {
     offset: u64,
     /// The bytes that were read after the last line end.
     unfinished: Vec<u8>,
-    buffer: Vec<u8>,
 }
 
 impl LineFollower {
@@ -34,7 +33,7 @@ impl LineFollower {
     pub(crate) fn open(path: PathBuf, offset: u64) -> io::Result<LineFollower> {
         let mut file = open_regular_file(&path)?;
         file.seek(SeekFrom::Start(offset))?;
-        Ok(LineFollower { path, file, offset, unfinished: Vec::new(), buffer: vec![0; CHUNK_BYTES] })
+        Ok(LineFollower { path, file, offset, unfinished: Vec::new() })
     }
 
     /// Returns the path of the file that is read.
@@ -47,15 +46,16 @@ impl LineFollower {
     ///
     /// At the end of the file, a last line without a line end is passed to `line`, too.
     pub(crate) fn read_lines(&mut self, line: &mut dyn FnMut(&[u8])) -> io::Result<bool> {
-        let n = self.file.read(&mut self.buffer)?;
+        let n = (&self.file).take(CHUNK_BYTES).read_to_end(&mut self.unfinished)?;
         if n == 0 {
-            if !self.unfinished.is_empty() {
-                line(&std::mem::take(&mut self.unfinished));
+            // Thousands of files may be followed at once, so a buffer that is not used is freed.
+            let last = std::mem::take(&mut self.unfinished);
+            if !last.is_empty() {
+                line(&last);
             }
             return self.reopen_if_replaced();
         }
         self.offset += n as u64;
-        self.unfinished.extend_from_slice(&self.buffer[..n]);
         let mut start = 0;
         while let Some(length) = self.unfinished[start..].iter().position(|b| *b == b'\n') {
             line(&self.unfinished[start..start + length]);
@@ -117,7 +117,7 @@ mod tests {
         assert_eq!(read_all(&mut lines), ["new"]);
         fs::write(&path, "x\n").expect("truncated");
         assert_eq!(read_all(&mut lines), ["x"]);
-        let long = "y".repeat(MAX_LINE_BYTES + CHUNK_BYTES);
+        let long = "y".repeat(MAX_LINE_BYTES + CHUNK_BYTES as usize);
         append(&long);
         assert_eq!(read_all(&mut lines).concat(), long);
     }

@@ -10,6 +10,7 @@ pub(crate) use store::{
     StoreServer, parse_answer as parse_socket_answer, untrusted::serve_untrusted_clients,
 };
 
+use crate::open_file_limit::raise_open_file_limit;
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::PortSelection;
 use protocol::control::RendezvousRequest;
@@ -152,7 +153,8 @@ impl BoundRendezvous {
                 (number, None)
             }
             RendezvousService::Store(server) => {
-                StoreServer::raise_open_file_limit();
+                // If the limit stays low, late clients wait to be accepted, and the user is warned.
+                _ = raise_open_file_limit();
                 (server.port(), Some(server))
             }
         }

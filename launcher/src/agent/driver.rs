@@ -28,6 +28,7 @@ use crate::{
     clock::RunningClock,
     cluster,
     connection::{FrameError, MessagePriority, Outbox},
+    open_file_limit::{OpenFileLimits, raise_open_file_limit},
     processes::{kill_descendants, reap_children, reap_group_leader},
     rendezvous::{BoundRendezvous, StoreServer},
 };
@@ -176,7 +177,7 @@ pub(super) struct AgentDriver {
     hang_hook_failed: bool,
     /// The changes of the environment by `run.activate`; `None` before the first activation.
     activation: Option<Arc<EnvironmentChanges>>,
-    file_limit: process::OpenFileLimits,
+    file_limit: OpenFileLimits,
     workers: HashMap<Rank, WorkerHandle>,
     /// The pids and ranks of the workers that have not been reaped.
     leaders: HashMap<u32, Rank>,
@@ -242,7 +243,7 @@ impl AgentDriver {
             activation: None,
             copy_memory: None,
             status_memory: None,
-            file_limit: process::raise_open_file_limit()?,
+            file_limit: raise_open_file_limit()?,
             workers: HashMap::new(),
             leaders: HashMap::new(),
             sweep_started_at: None,

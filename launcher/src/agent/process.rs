@@ -14,7 +14,10 @@ pub(super) use terminal::BorrowedTerminal;
 pub(super) use login_shell::{ShellError, ShellLimits, ShellOutput, run_login_shell};
 
 use super::{core::ProcessGroupSignal, environment_changes::EnvironmentChanges};
-use crate::{core_dumps::restore_core_dumps_in_child, discover::topology::find_common_numa_node};
+use crate::{
+    core_dumps::restore_core_dumps_in_child, discover::topology::find_common_numa_node,
+    open_file_limit::OpenFileLimits,
+};
 use child_setup::{die_with_parent, reset_signals};
 use diagnostic::{
     Diagnostic,
@@ -25,7 +28,7 @@ use nix::{
     errno::Errno,
     sys::{
         memfd::{MFdFlags, memfd_create},
-        resource::{Resource, getrlimit, setrlimit},
+        resource::{Resource, setrlimit},
         signal::{Signal, killpg},
         socket::{ControlMessage, MsgFlags, sendmsg},
     },
@@ -131,18 +134,6 @@ pub(super) fn set_cloexec_on_all() {
         // SAFETY: F_SETFD does no harm on any number; a closed descriptor gives EBADF.
         unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) };
     }
-}
-
-/// The soft and the hard limit of open files with which the agent was started. Workers get these
-/// limits, too.
-pub(super) type OpenFileLimits = (u64, u64);
-
-/// Raises the agent's soft limit of open files to the hard limit, and returns the previous limits,
-/// which workers get.
-pub(super) fn raise_open_file_limit() -> io::Result<OpenFileLimits> {
-    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
-    Ok((soft, hard))
 }
 
 /// The changes by which the environment variables that workers inherit differ from those of the

@@ -9,6 +9,7 @@ use crate::{
     agent::log_times::find_offset_at,
     clock::read_unix_time_ms,
     line_follower::{LineFollower, POLL_INTERVAL},
+    open_file_limit::raise_open_file_limit,
     report::command_output,
     runs::{Run, RunFilter},
 };
@@ -141,19 +142,22 @@ impl<'a> LogViewer<'a> {
     /// Prints the logs of the selected ranks. With `--follow`, also prints new lines until the
     /// controller has ended. Returns early if the reader of stdout closes the pipe.
     fn show_logs(mut self) -> diagnostic::Result<()> {
-        let mut opened: Vec<Rank> = Vec::new();
+        let mut opened: BTreeSet<Rank> = BTreeSet::new();
+        if self.follow {
+            // The log of each rank stays open. If the limit stays low, opening a log may fail.
+            _ = raise_open_file_limit();
+        }
         loop {
             // Checked before reading, so that everything written before the controller's end is
             // read.
             let may_grow = self.follow && self.run.record.controller.is_alive();
             for (rank, files) in self.list_log_files() {
-                if !opened.contains(&rank) {
-                    opened.push(rank);
+                if opened.insert(rank) {
                     self.print_rotated_and_open_newest_log(rank, &files)?;
                 }
             }
             let mut more = false;
-            for rank in opened.clone() {
+            for rank in self.followers.keys().copied().collect::<Vec<_>>() {
                 more |= self.collect_lines(rank)?;
             }
             self.write_collected_lines(true)?;
@@ -183,7 +187,7 @@ impl<'a> LogViewer<'a> {
 
     /// Prints a note to stderr with the number of selected ranks whose logs are missing on this
     /// host. Prints nothing if all of them are in `opened`.
-    fn report_missing_logs(&self, opened: &[Rank]) {
+    fn report_missing_logs(&self, opened: &BTreeSet<Rank>) {
         let selected = (0..self.run.record.world).filter(|rank| self.is_rank_selected(*rank));
         let missing = selected.filter(|rank| !opened.contains(rank)).count();
         if missing > 0 {
@@ -225,7 +229,9 @@ impl<'a> LogViewer<'a> {
     }
 
     /// Prints the older (rotated) log files of a rank, and opens the newest one, whose lines are
-    /// printed later. `files` are sorted from the oldest to the newest.
+    /// printed later. Without `--follow`, prints and closes the newest one, too, so that a run may
+    /// have more ranks than this process may open files. `files` are sorted from the oldest to the
+    /// newest.
     fn print_rotated_and_open_newest_log(&mut self, rank: Rank, files: &[PathBuf]) -> diagnostic::Result<()> {
         for file in files {
             let end = fs::metadata(file).map_or(0, |m| m.len());
@@ -233,8 +239,9 @@ impl<'a> LogViewer<'a> {
             let follower =
                 LineFollower::open(file.clone(), from).map_err(|e| unreadable_log_error(file, &e))?;
             self.followers.insert(rank, follower);
-            if Some(file) != files.last() {
+            if !self.follow || Some(file) != files.last() {
                 while self.collect_lines(rank)? {}
+                self.followers.remove(&rank);
             }
         }
         Ok(())

@@ -8,9 +8,10 @@ use crate::{
         environment_activation::activate_environments,
         environment_changes::EnvironmentChanges,
         hang::StatusMemory,
-        process::{self, InheritedEnvironment, OpenFileLimits, SpawnedWorker, WorkerMemoryFiles},
+        process::{self, InheritedEnvironment, SpawnedWorker, WorkerMemoryFiles},
     },
     background_thread::BackgroundThread,
+    open_file_limit::OpenFileLimits,
 };
 use diagnostic::{Diagnostic, codes};
 use protocol::control::{ExecId, HostPlan, WorkerPlan};

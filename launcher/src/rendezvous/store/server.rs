@@ -14,7 +14,7 @@ use super::{
 use crate::warning_limit::WarningLimit;
 use diagnostic::{Diagnostic, codes::run, quantity::format_count};
 use nix::sys::{
-    resource::{Resource, getrlimit, setrlimit},
+    resource::{Resource, getrlimit},
     socket::{Backlog, listen},
 };
 use std::{
@@ -118,16 +118,6 @@ impl StoreServer {
             Diagnostic::error(run::RENDEZVOUS_TOO_MANY_RANKS, message).with_cause(&error)
         })?;
         check_open_file_limit(clients, hard)
-    }
-
-    /// Raises this process's soft limit of open files to the hard limit, because the rendezvous
-    /// store needs an open file per client. Processes that are started afterwards inherit the
-    /// limit.
-    pub(crate) fn raise_open_file_limit() {
-        if let Ok((_, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
-            // If the limit stays low, late clients wait to be accepted, and the user is warned.
-            _ = setrlimit(Resource::RLIMIT_NOFILE, hard, hard);
-        }
     }
 }
 

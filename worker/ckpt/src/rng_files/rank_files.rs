@@ -80,8 +80,8 @@ pub(super) fn is_rng_file(name: &str) -> bool {
 }
 
 /// Checks that the states in the file `name` can be read if it is a rank's random generator state
-/// file. Other files pass. `name` is relative to `directory` and may be in a subdirectory. A state of
-/// an unknown generator, such as that of another kind of accelerator, is not an error.
+/// file. Other files pass. `name` is relative to `directory` and may be in a subdirectory. A state
+/// of an unknown generator, such as that of another kind of accelerator, is not an error.
 ///
 /// # Errors
 /// Fails if the file is missing, too large or damaged, or if a state is invalid.

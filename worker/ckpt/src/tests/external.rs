@@ -555,8 +555,8 @@ fn verify_reports_every_damaged_file_of_an_external_checkpoint() {
 #[test]
 fn verify_reports_unreadable_rng_states() {
     let names = ["rng_state_0.pth", "rng_state_1.pth", "random_states_0.pkl"];
-    // Zip containers with correct checksums whose pickles are: a dict without states, a global that is
-    // not allowed, and a dict with the state of an unknown generator.
+    // Zip containers with correct checksums whose pickles are: a dict without states, a global that
+    // is not allowed, and a dict with the state of an unknown generator.
     let other_generator = b"\x80\x02}X\x03\x00\x00\x00xlaK\x07s.";
     let pickles: [&[u8]; 3] = [b"\x80\x02}.", b"\x80\x02cposix\nsystem\n.", other_generator];
     let (dir, _) = copy_golden_checkpoint("z2_frozen");

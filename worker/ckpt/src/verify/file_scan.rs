@@ -30,8 +30,8 @@ pub(crate) struct ScanReport {
 }
 
 /// Checks zip CRC-32s, safetensors headers and random generator states of each file with a known
-/// suffix in the directory `path` and in `depth` levels of subdirectories. Skips the files for which
-/// `is_known` is true. Names in the result are relative to `path`.
+/// suffix in the directory `path` and in `depth` levels of subdirectories. Skips the files for
+/// which `is_known` is true. Names in the result are relative to `path`.
 ///
 /// # Errors
 /// Fails if a directory cannot be listed, or if there are more than [`FILES_MAX`] files with a
