@@ -1,10 +1,6 @@
 //! Tests what a run hides from other users of the machine and from the terminal, with the real
 //! executable: secrets, private files, planted run records and unprintable characters.
-use crate::support::{
-    JobDirectory,
-    environment::{LAUNCH_EXECUTABLE, clean_command, isolated_command},
-    list_files_below, output_to_text,
-};
+use crate::support::{JobDirectory, environment::clean_command, list_files_below, output_to_text};
 use serde_json::json;
 use std::{
     fs,
@@ -257,43 +253,6 @@ fn records_and_logs_with_extreme_values_are_listed_in_time() {
     assert!(began.elapsed() < WAIT_LIMIT, "{:?}", began.elapsed());
     let raw = job_dir.run_launch(&["logs", "--raw"]).stdout;
     assert!(String::from_utf8_lossy(&raw).contains("\u{1b}]0;t\u{7}"), "the bytes of the log");
-}
-
-/// Checks that `launch logs` shows all logs of a run that has more ranks than a process may open
-/// files. With `--follow`, the soft limit of open files is raised.
-#[test]
-fn logs_of_more_ranks_than_open_files_are_shown() {
-    const RANKS: usize = 200;
-    let job_dir = JobDirectory::new();
-    let run_dir = job_dir.path("runs/job/many");
-    fs::create_dir_all(run_dir.join("logs")).unwrap();
-    let record = json!({
-        "version": 1, "run": "many", "name": "job", "run_dir": run_dir, "world": RANKS, "began_ms": 1,
-        "by": {"host": "another", "boot": "b", "pid": 1, "started": 1},
-    });
-    fs::write(run_dir.join("run.json"), record.to_string()).unwrap();
-    for rank in 0..RANKS {
-        fs::write(run_dir.join(format!("logs/rank-{rank}.log.1")), format!("old {rank}\n")).unwrap();
-        fs::write(run_dir.join(format!("logs/rank-{rank}.log")), format!("new {rank}\nunfinished")).unwrap();
-    }
-    let expected: String = (0..RANKS)
-        .map(|rank| format!("[rank {rank}] old {rank}\n[rank {rank}] new {rank}\n[rank {rank}] unfinished\n"))
-        .collect();
-    for (limit, option) in [("ulimit -n 64", ""), ("ulimit -S -n 64", "--follow")] {
-        let mut shell = isolated_command("sh", &job_dir.path("."));
-        shell.args(["-c", &format!("{limit} && exec \"$0\" logs many {option}"), LAUNCH_EXECUTABLE]);
-        let output = shell.output().expect("a shell");
-        assert!(output.status.success(), "{option}: {}", output_to_text(&output));
-        let mut lines: Vec<String> =
-            String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect();
-        let mut expected: Vec<String> = expected.lines().map(str::to_owned).collect();
-        if !option.is_empty() {
-            // The newest logs are printed after all older ones.
-            lines.sort();
-            expected.sort();
-        }
-        assert_eq!(lines, expected, "{option}");
-    }
 }
 
 /// Checks that `launch ps` needs little memory for many records with long command lines, which may

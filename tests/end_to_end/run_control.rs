@@ -9,7 +9,7 @@ use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::{
     fs,
     process::{Output, Stdio},
@@ -363,4 +363,39 @@ fn configurations_of_other_launchers_are_converted_to_jobs() {
         assert_eq!((exit_code, &expand_details(&error)[0]["code"]), (2, &code.into()), "{args:?}: {error}");
     }
     job_dir.assert_snapshot("wrong_imports", &messages);
+}
+
+/// Checks that `launch logs` shows all logs of a run that has more ranks than a process may open
+/// files. With `--follow`, the soft limit of open files is raised.
+#[test]
+fn logs_of_more_ranks_than_open_files_are_shown() {
+    const RANKS: usize = 200;
+    let job_dir = JobDirectory::new();
+    let run_dir = job_dir.path("runs/job/many");
+    fs::create_dir_all(run_dir.join("logs")).unwrap();
+    let record = json!({
+        "version": 1, "run": "many", "name": "job", "run_dir": run_dir, "world": RANKS, "began_ms": 1,
+        "by": {"host": "another", "boot": "b", "pid": 1, "started": 1},
+    });
+    fs::write(run_dir.join("run.json"), record.to_string()).unwrap();
+    for rank in 0..RANKS {
+        fs::write(run_dir.join(format!("logs/rank-{rank}.log.1")), "old\n").unwrap();
+        fs::write(run_dir.join(format!("logs/rank-{rank}.log")), "new\nunfinished").unwrap();
+    }
+    let list_lines = |rank| ["old", "new", "unfinished"].map(|line| format!("[rank {rank}] {line}"));
+    let mut expected: Vec<String> = (0..RANKS).flat_map(list_lines).collect();
+    for (limit, option) in [("ulimit -n 64", ""), ("ulimit -S -n 64", "--follow")] {
+        let mut shell = isolated_command("sh", &job_dir.path("."));
+        shell.args(["-c", &format!("{limit} && exec \"$0\" logs many {option}"), LAUNCH_EXECUTABLE]);
+        let output = shell.output().expect("a shell");
+        assert!(output.status.success(), "{option}: {}", output_to_text(&output));
+        let text = String::from_utf8_lossy(&output.stdout);
+        let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
+        if option == "--follow" {
+            // The newest logs are printed after all older ones.
+            lines.sort();
+            expected.sort();
+        }
+        assert_eq!(lines, expected, "{option}");
+    }
 }

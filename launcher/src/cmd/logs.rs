@@ -153,7 +153,7 @@ impl<'a> LogViewer<'a> {
             let may_grow = self.follow && self.run.record.controller.is_alive();
             for (rank, files) in self.list_log_files() {
                 if opened.insert(rank) {
-                    self.print_rotated_and_open_newest_log(rank, &files)?;
+                    self.print_or_open_logs(rank, &files)?;
                 }
             }
             let mut more = false;
@@ -232,7 +232,7 @@ impl<'a> LogViewer<'a> {
     /// printed later. Without `--follow`, prints and closes the newest one, too, so that a run may
     /// have more ranks than this process may open files. `files` are sorted from the oldest to the
     /// newest.
-    fn print_rotated_and_open_newest_log(&mut self, rank: Rank, files: &[PathBuf]) -> diagnostic::Result<()> {
+    fn print_or_open_logs(&mut self, rank: Rank, files: &[PathBuf]) -> diagnostic::Result<()> {
         for file in files {
             let end = fs::metadata(file).map_or(0, |m| m.len());
             let from = if self.since_ms == 0 { 0 } else { find_offset_at(file, self.since_ms, end) };

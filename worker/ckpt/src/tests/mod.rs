@@ -24,6 +24,7 @@ mod roundtrip;
 mod saving;
 mod tiny;
 mod torch_values;
+mod unreadable_rng_states;
 mod watch;
 mod world_sizes;
 
