@@ -41,16 +41,24 @@ inline uint32_t to_small_float(float x, int exponent_bits, int mantissa_bits, do
     if (whole < 1u << mantissa_bits) return sign | whole; // subnormal
     return sign | (uint32_t)(unit + mantissa_bits + bias) << mantissa_bits | (whole & ((1u << mantissa_bits) - 1));
 }
-inline uint32_t to_bf16_bits(float x) { return to_small_float(x, 8, 7, 3.3895313892515355e38, false, 0x7fff); }
-inline uint32_t to_f16_bits(float x) { return to_small_float(x, 5, 10, 65504, false, 0x7fff); }
+inline uint32_t to_bf16_bits(float x) {
+    uint32_t bits = float_to_bits(x);
+    return std::isnan(x) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline uint32_t to_f16_bits(float x) {
+    uint32_t bits = float_to_bits(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    if (size > 0x7f800000) return 0x7fff;
+    if (size >= 0x477ff000) return sign | 0x7c00;                                                         // from 65520 on
+    if (size < 0x38800000) return sign | (uint32_t)std::nearbyint(bits_to_float(size) * 0x1p24f); // below 2^-14
+    return sign | (((size + 0xfff + (size >> 13 & 1)) >> 13) - (112 << 10));
+}
 inline uint32_t to_e4m3(float x) { return to_small_float(x, 4, 3, 448, true, 0x7f); }
 inline uint32_t to_e5m2(float x) { return to_small_float(x, 5, 2, 57344, true, 0x7f); }
 inline float f16_to_float(uint32_t half) {
-    float sign = half & 0x8000 ? -1.0f : 1.0f;
-    int exponent = half >> 10 & 31;
-    float mantissa = (float)(half & 0x3ff);
-    if (exponent == 31) return mantissa ? NAN : sign * INFINITY;
-    return sign * (exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24));
+    uint32_t sign = (half & 0x8000) << 16, size = half & 0x7fff;
+    if (size > 0x7c00) return NAN;
+    if (size < 0x400) return bits_to_float(sign | float_to_bits((float)size * 0x1p-24f));
+    return bits_to_float(sign | (size == 0x7c00 ? 0x7f800000 : (size << 13) + (112 << 23)));
 }
 inline float fma_round_down(float a, float b, float c) {
     int before = fegetround();

@@ -26,7 +26,7 @@
 #include <utility>
 #include "common.cuh"
 #include "kernels.inc"
-#include "opcodes.hpp"
+#include "ptx.hpp"
 
 #define API extern "C" __attribute__((visibility("default"))) int
 enum {
@@ -568,7 +568,7 @@ static Kernel kernel(const ptx::Kernel& k) {
         }
         return [&k, parameters](const Shape& s) {
             const char* order = getenv("EMULATED_GPU_ORDER");
-            ptx::Grid(k, parameters, s.grid, s.threads, s.shared, is_accessible).run(order && *order == '1');
+            ptx::run_grid(k, parameters, s.grid, s.threads, s.shared, is_accessible, order && *order == '1');
         };
     }};
 }
@@ -603,7 +603,7 @@ API cuModuleLoadData(void** module, const void* image) {
         for (auto& [name, k] : sources)
             if (!name.compare(0, prefix.size(), prefix)) m->kernels[name.substr(prefix.size())] = k;
     } else if (strstr(text, ".version")) {
-        m->ptx = ptx::Parser(text).module();
+        m->ptx = ptx::parse_module(text);
         for (auto& [name, k] : m->ptx.kernels) m->kernels[name] = named(kernel(k), name);
     } else {
         return INVALID_IMAGE;

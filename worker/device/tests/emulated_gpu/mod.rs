@@ -10,12 +10,12 @@ use std::{
     sync::OnceLock,
 };
 
-/// File name and source file of each emulated library.
-const LIBRARIES: [(&str, &str); 4] = [
-    ("libcuda.so.1", "libcuda.cpp"),
-    ("libnvrtc.so.13", "libnvrtc.cpp"),
-    ("libcublasLt.so.13", "libcublaslt.cpp"),
-    (CUDNN, "libcudnn.cpp"),
+/// File name and source files of each emulated library.
+const LIBRARIES: [(&str, &[&str]); 4] = [
+    ("libcuda.so.1", &["libcuda.cpp", "interpreter.cpp"]),
+    ("libnvrtc.so.13", &["libnvrtc.cpp"]),
+    ("libcublasLt.so.13", &["libcublaslt.cpp"]),
+    (CUDNN, &["libcudnn.cpp"]),
 ];
 /// File name of the emulated cuDNN. cuDNN is optional, so it is in a separate directory, `cudnn`,
 /// below the directory of the other libraries.
@@ -172,7 +172,7 @@ fn compiler_options() -> Vec<&'static str> {
 fn build_libraries(sources: &Path, kernels: &Path, new: &Path) {
     fs::create_dir_all(new.join("cudnn")).expect("a directory");
     fs::write(new.join("kernels.inc"), generate_kernel_include(kernels)).expect("written");
-    for (library, source) in LIBRARIES {
+    for (library, files) in LIBRARIES {
         let output = Command::new("c++")
             .args(compiler_options())
             .args(["-Wall", "-Wno-unknown-pragmas", "-Werror", "-I"])
@@ -184,10 +184,10 @@ fn build_libraries(sources: &Path, kernels: &Path, new: &Path) {
             .arg(format!("-Wl,-soname,emulated-{library}"))
             .arg("-o")
             .arg(new.join(if library == CUDNN { "cudnn" } else { "" }).join(library))
-            .arg(sources.join(source))
+            .args(files.iter().map(|file| sources.join(file)))
             .output()
             .expect("a C++ compiler (scripts/setup-tests installs one)");
-        assert!(output.status.success(), "{source}: {}", String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success(), "{files:?}: {}", String::from_utf8_lossy(&output.stderr));
     }
 }
 

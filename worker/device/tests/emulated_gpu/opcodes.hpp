@@ -100,12 +100,6 @@ inline uint8_t* resolve_address(Warp& w, const Instruction& i, int l, bool write
     default: return (uint8_t*)gpu_memory(w, at, bytes, i);
     }
 }
-// Returns the lowest byte and the end of the accesses by some lanes.
-inline std::pair<uint64_t, uint64_t> span_of_lanes(uint32_t lanes, const uint64_t (&at)[32], uint32_t bytes) {
-    uint64_t begin = UINT64_MAX, end = 0;
-    each_lane(lanes, [&](int l) { begin = std::min(begin, at[l]), end = std::max(end, at[l] + bytes); });
-    return {begin, end};
-}
 // Resolves the addresses of a load by a warp. Shared and GPU memory are checked for all lanes at
 // once.
 inline void resolve_addresses(Warp& w, const Instruction& i, uint32_t lanes, const uint8_t* (&from)[32]) {
@@ -114,10 +108,9 @@ inline void resolve_addresses(Warp& w, const Instruction& i, uint32_t lanes, con
     const uint64_t* base = w.reg(i.base);
     bool is_shared = i.space == Space::SHARED;
     if (is_shared || i.space == Space::GLOBAL) {
-        each_lane(lanes, [&](int l) {
-            at[l] = (is_shared ? (uint32_t)base[l] : base[l]) + (uint64_t)i.offset;
-            all |= at[l];
-        });
+        uint64_t mask = is_shared ? 0xffffffff : UINT64_MAX; // an address of shared memory may have 32 bits
+        each_separate_lane(lanes, [&](int l) { at[l] = (base[l] & mask) + (uint64_t)i.offset; });
+        each_lane(lanes, [&](int l) { all |= at[l]; });
         if (!is_aligned(all, bytes)) stop("an address is misaligned: " + i.text);
         const uint8_t* memory = nullptr;
         if (is_shared) {
@@ -129,7 +122,7 @@ inline void resolve_addresses(Warp& w, const Instruction& i, uint32_t lanes, con
             if (!w.block->is_accessible(begin, end - begin)) each_lane(lanes, [&](int l) { gpu_memory(w, at[l], bytes, i); });
             else w.block->bytes += bytes * (uint64_t)__builtin_popcount(lanes);
         }
-        each_lane(lanes, [&](int l) { from[l] = memory + at[l]; });
+        each_separate_lane(lanes, [&](int l) { from[l] = memory + at[l]; });
         return;
     }
     each_lane(lanes, [&](int l) { from[l] = resolve_address(w, i, l, false); });
@@ -284,7 +277,7 @@ template <bool transposed> void load_matrices(Warp& w, const Instruction& i, uin
         for (int row = 0; row < 8; row++) {
             uint32_t at = (uint32_t)(w.get<uint32_t>(i.base, 8 * n + row) + i.offset);
             if (at % 16) stop("a row of a matrix is misaligned: " + i.text);
-            for (int l = 0; l < 2; l++) w.block->shadow.read(w.number * 32 + (uint32_t)l, at, 16, i.text); // as if several lanes read it
+            w.block->shadow.read_by_several_lanes(w.number, at, 16, i.text);
             memcpy(x[n][row], w.block->shared.data() + at, 16);
             banks |= 1u << at / 16 % 8;
         }

@@ -142,6 +142,12 @@ struct Variable {
 struct Module {
     std::map<std::string, Kernel> kernels;
 };
+// Parses PTX (interpreter.cpp).
+Module parse_module(const char* source);
+// Runs a kernel on every block of a grid, one after the other, from the last warp of a block to the
+// first if `backwards` (interpreter.cpp). `is_accessible` returns whether GPU memory is allocated.
+void run_grid(const Kernel& kernel, const std::vector<uint8_t>& parameters, const unsigned (&grid)[3], const unsigned (&threads)[3], uint32_t dynamic_shared,
+              bool (*is_accessible)(uint64_t at, size_t bytes), bool backwards);
 
 class Parser {
   public:

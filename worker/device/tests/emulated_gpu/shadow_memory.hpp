@@ -7,6 +7,7 @@
 // Warps are ordered by vector clocks. Tensor cores read shared memory through another path than
 // ordinary instructions (the async proxy), so that they also need a proxy fence after the write.
 #pragma once
+#include "lanes.hpp"
 #include "ptx.hpp"
 
 namespace ptx {
@@ -77,33 +78,24 @@ class ShadowMemory {
 
     void read(uint32_t thread, uint64_t at, uint32_t bytes, const std::string& text) {
         check(at, bytes, text);
-        Reader reader(*this, thread / 32);
-        for (uint64_t i = at >> shift, end = (at + bytes - 1) >> shift; i <= end; i++) read_location(reader, i, thread, text);
+        read_locations(Reader(*this, thread / 32), at, bytes, thread, text);
     }
     // Reads by some lanes of a warp, each at the address `at[lane]`. Equals a `read` for each lane.
-    void read_by_lanes(uint32_t warp, uint32_t lanes, const uint64_t* at, uint32_t bytes, const std::string& text) {
+    void read_by_lanes(uint32_t warp, uint32_t lanes, const uint64_t (&at)[32], uint32_t bytes, const std::string& text) {
+        auto [begin, end] = span_of_lanes(lanes, at, bytes);
+        for (uint64_t outermost : {begin, end - bytes}) check(outermost, bytes, text);
         Reader reader(*this, warp);
-        while (lanes) {
-            uint32_t first = (uint32_t)__builtin_ctz(lanes), last = first;
-            uint64_t address = at[first];
-            for (lanes &= lanes - 1; lanes && at[__builtin_ctz(lanes)] == address; lanes &= lanes - 1) {
-                uint32_t lane = (uint32_t)__builtin_ctz(lanes);
-                if (lane != last + 1) break; // the lanes of a group follow each other
-                last = lane;
-            }
-            check(address, bytes, text);
-            for (uint64_t i = address >> shift, end = (address + bytes - 1) >> shift; i <= end; i++) {
-                if (locations[i].verified == reader.stamp) continue;
-                read_location(reader, i, warp * 32 + first, text);
-                if (first == last) continue;
-                // Of several lanes, only one can be the writer.
-                if (locations[i].writer / 32u == warp)
-                    for (uint32_t lane = first + 1; lane <= last; lane++) read_location(reader, i, warp * 32 + lane, text);
-                locations[i].several = true;
-                locations[i].reader = (uint16_t)(warp * 32 + last);
-                locations[i].verified = reader.stamp;
-            }
+        if (bytes >> shift <= 1) {
+            each_lane(lanes, [&](int l) { read_location(reader, at[l] >> shift, warp * 32 + (uint32_t)l, text); });
+        } else {
+            each_lane(lanes, [&](int l) { read_locations(reader, at[l], bytes, warp * 32 + (uint32_t)l, text); });
         }
+    }
+    // A read by several lanes of a warp, all at the same address.
+    void read_by_several_lanes(uint32_t warp, uint64_t at, uint32_t bytes, const std::string& text) {
+        check(at, bytes, text);
+        Reader reader(*this, warp);
+        for (uint32_t lane = 0; lane < 2; lane++) read_locations(reader, at, bytes, warp * 32 + lane, text);
     }
     void write(uint32_t thread, uint64_t at, uint32_t bytes, const std::string& text, bool copying = false) {
         check(at, bytes, text);
@@ -161,9 +153,14 @@ class ShadowMemory {
             : locations(m.locations.data()), reads(m.reads.data() + warp), seen(m.clocks[warp].seen), warp(warp), count(m.warp_count), barriers(m.warps[warp]),
               period(m.periods[warp]), stamp(m.stamps[warp]) {}
     };
+    void read_locations(const Reader& r, uint64_t at, uint32_t bytes, uint32_t thread, const std::string& text) const {
+        for (uint64_t i = at >> shift, end = (at + bytes - 1) >> shift; i <= end; i++) read_location(r, i, thread, text);
+    }
     static void read_location(const Reader& r, uint64_t i, uint32_t thread, const std::string& text) {
+        if (r.locations[i].verified != r.stamp) note_reader(r, i, thread, text);
+    }
+    static void note_reader(const Reader& r, uint64_t i, uint32_t thread, const std::string& text) {
         Location& p = r.locations[i];
-        if (p.verified == r.stamp) return;
         if (p.forbidden | p.copying) reject_read(p, thread, text);
         if (p.writer != NONE) {
             uint32_t from = p.writer / 32u;

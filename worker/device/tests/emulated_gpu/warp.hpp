@@ -13,7 +13,6 @@
 #include <cmath>
 
 namespace ptx {
-constexpr uint32_t ALL = 0xffffffffu;
 struct Block;
 
 // An asynchronous copy to shared memory that is not complete. Bytes from `taken` on are zeros.
@@ -105,23 +104,6 @@ struct Block {
     bool (*is_accessible)(uint64_t at, size_t bytes); // GPU memory
     uint64_t instructions = 0, bytes = 0; // instructions of warps; bytes of GPU memory that they accessed
 };
-
-template <class F> inline void each_lane(uint32_t lanes, F f) {
-    if (lanes == ALL) {
-        for (int l = 0; l < 32; l++) f(l);
-        return;
-    }
-    for (; lanes; lanes &= lanes - 1) f(__builtin_ctz(lanes));
-}
-// Like each_lane, for an `f` whose calls do not affect each other. The compiler may run them at once.
-template <class F> inline void each_separate_lane(uint32_t lanes, F f) {
-    if (lanes == ALL) {
-#pragma GCC ivdep
-        for (int l = 0; l < 32; l++) f(l);
-        return;
-    }
-    for (; lanes; lanes &= lanes - 1) f(__builtin_ctz(lanes));
-}
 
 // Reads a register as a T, and returns a register that contains x.
 template <class T> inline T from_register(uint64_t bits) {
