@@ -5,12 +5,11 @@ use crate::{
     emulated_gpu,
     support::{
         self,
-        environment::{create_test_directory, launch_command},
+        environment::{TestDirectory, create_test_directory, launch_command},
     },
 };
 use serde_json::Value;
 use std::{fs, os::unix::fs::symlink, path::Path, process::Output};
-use tempfile::TempDir;
 
 /// Returns the root directory of the repository.
 fn repository_root() -> &'static Path {
@@ -26,7 +25,7 @@ fn run_launch(args: &[&str], directory: &Path) -> Output {
 
 /// Creates a directory in which the example jobs find their files: links to those of the
 /// repository, and the model that the quick start writes.
-fn create_example_directory() -> TempDir {
+fn create_example_directory() -> TestDirectory {
     let directory = create_test_directory();
     for name in ["CHANGELOG.md", "README.md", "configs", "docs", "launcher", "tests", "worker"] {
         symlink(repository_root().join(name), directory.path().join(name)).expect("a link");

@@ -4,7 +4,7 @@
 //! `cargo test --test end_to_end -- --ignored --nocapture faults_ssh::` measures every fault at
 //! every position (scripts/bench/faults).
 use crate::support::{
-    environment::{clean_command, create_test_directory, launch_command},
+    environment::{TestDirectory, clean_command, create_test_directory, launch_command},
     poll_pauses::PollPauses,
     simulated_hosts::SimulatedHosts,
 };
@@ -126,7 +126,7 @@ impl InjectedFault {
 struct FourHostJob<'a> {
     hosts: &'a SimulatedHosts,
     name: String,
-    dir: tempfile::TempDir,
+    dir: TestDirectory,
     child: Child,
 }
 
@@ -244,7 +244,7 @@ impl Drop for FourHostJob<'_> {
 }
 
 /// Starts `launch` with its output in the files `out` and `err` of the directory.
-fn start_controller(dir: &tempfile::TempDir, args: &[&str]) -> Child {
+fn start_controller(dir: &TestDirectory, args: &[&str]) -> Child {
     let file = |name: &str| File::create(dir.path().join(name)).unwrap();
     let mut command = launch_command(dir.path(), args);
     command.env("HOME", dir.path().join("home")).stdout(file("out")).stderr(file("err"));

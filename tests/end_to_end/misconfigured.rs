@@ -3,7 +3,7 @@
 
 use crate::support::{
     self,
-    environment::{create_test_directory, launch_command},
+    environment::{TestDirectory, create_test_directory, launch_command},
 };
 use serde_json::Value;
 use std::{fs, path::Path, process::Output};
@@ -178,7 +178,7 @@ const FIVE_WORD_TOKENIZER: &str = r#"{"version": "1.0", "pre_tokenizer": {"type"
 
 /// Creates a temporary directory with data files, a tokenizer, and directories of models and
 /// adapters.
-fn create_input_directory() -> tempfile::TempDir {
+fn create_input_directory() -> TestDirectory {
     let dir = create_test_directory();
     let path = |name: &str| dir.path().join(name);
     fs::write(path("corpus.txt"), "a b c ".repeat(2000)).expect("text");

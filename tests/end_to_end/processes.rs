@@ -5,7 +5,8 @@
 //! `/proc` by this marker, even after their parents, process groups and sessions have ended.
 use crate::support::{
     self,
-    environment::{create_test_directory, launch_command},
+    environment::{TestDirectory, create_test_directory, launch_command},
+    poll_pauses::PollPauses,
 };
 use nix::{
     fcntl::OFlag,
@@ -38,11 +39,11 @@ mod signals;
 mod training;
 
 /// How long a test waits for a process or a file. After that, the test fails.
-const WAIT_LIMIT: Duration = Duration::from_secs(60);
+const WAIT_LIMIT: Duration = Duration::from_secs(180);
 
 /// A job file in a temporary directory, whose processes are marked by an environment variable.
 struct MarkedJob {
-    dir: tempfile::TempDir,
+    dir: TestDirectory,
     /// The environment variable that marks the processes of this job, as `NAME=VALUE`.
     marker: String,
 }
@@ -128,9 +129,10 @@ impl MarkedJob {
     /// Waits until no process of this job remains. Panics after [`WAIT_LIMIT`].
     fn wait_until_no_process_remains(&self) {
         let start = Instant::now();
+        let mut pauses = PollPauses::new();
         while !self.list_processes().is_empty() {
             assert!(start.elapsed() < WAIT_LIMIT, "processes remain: {:?}", self.list_processes());
-            std::thread::yield_now();
+            pauses.pause();
         }
     }
 
@@ -266,9 +268,10 @@ impl RunningJob<'_> {
 /// Waits until a file exists. Panics after [`WAIT_LIMIT`].
 fn wait_for_file(path: &Path) {
     let start = Instant::now();
+    let mut pauses = PollPauses::new();
     while !path.exists() {
         assert!(start.elapsed() < WAIT_LIMIT, "{} was not created", path.display());
-        std::thread::yield_now();
+        pauses.pause();
     }
 }
 

@@ -4,7 +4,7 @@
 mod openssh;
 
 use crate::support::{
-    environment::{clean_command, create_test_directory, launch_command},
+    environment::{TestDirectory, clean_command, create_test_directory, launch_command},
     poll_pauses::PollPauses,
     simulated_hosts::SimulatedHosts,
 };
@@ -19,7 +19,7 @@ use std::{
 
 /// A directory with a job that runs on hosts over SSH, and a home directory for launch.
 struct SshJob {
-    dir: tempfile::TempDir,
+    dir: TestDirectory,
     home: PathBuf,
 }
 

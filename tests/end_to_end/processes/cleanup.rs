@@ -28,9 +28,10 @@ fn create_job_with_descendants() -> MarkedJob {
 /// on a timeout.
 fn wait_for_workers(job: &MarkedJob, count: usize) {
     let start = Instant::now();
+    let mut pauses = PollPauses::new();
     while job.list_processes().values().filter(|line| line.trim() == "sleep 1005").count() < count {
         assert!(start.elapsed() < WAIT_LIMIT);
-        std::thread::yield_now();
+        pauses.pause();
     }
 }
 

@@ -83,10 +83,10 @@ fn check_preempted_training(
     }
 }
 
-/// Preempts a job during an evaluation of minutes. The grace time is 30 seconds.
+/// Preempts a job during a long evaluation. The grace time is 30 seconds.
 fn check_preempted_evaluation(cluster: &SlurmCluster) {
     let line = "The fox goes to the barn and counts to a hundred.\n";
-    fs::write(cluster.shared_path("held-out.txt"), line.repeat(400_000)).unwrap();
+    fs::write(cluster.shared_path("held-out.txt"), line.repeat(200_000)).unwrap();
     let job = cluster.read_shared_file("job.yaml");
     let evaluation = "  eval: {every: 5, samples: 1048576, files: [held-out.txt]}\ncheckpoint:";
     fs::write(cluster.shared_path("job.yaml"), job.replace("checkpoint:", evaluation)).unwrap();

@@ -1,11 +1,18 @@
 //! Creates the commands by which tests start programs. The environment of these programs depends on
 //! the test, and not on the user.
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use std::{
     env,
     ffi::OsStr,
     fs,
+    ops::Deref,
     path::Path,
     process::{Command, Stdio},
+    thread,
+    time::Duration,
 };
 use tempfile::TempDir;
 
@@ -15,11 +22,51 @@ pub(crate) const SIMULATION_ROOT: &str = "/tmp";
 /// The path of the executable under test.
 pub(crate) const LAUNCH_EXECUTABLE: &str = env!("CARGO_BIN_EXE_launch");
 
+/// A temporary directory of a test. If the test fails, dropping the value kills the processes whose
+/// home directory is below this directory. They would otherwise take CPU time from other tests.
+pub(crate) struct TestDirectory(TempDir);
+
+impl Deref for TestDirectory {
+    type Target = TempDir;
+
+    fn deref(&self) -> &TempDir {
+        &self.0
+    }
+}
+
+impl Drop for TestDirectory {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            kill_processes_at_home(self.path());
+        }
+    }
+}
+
+/// Kills all processes whose home directory is below `directory`.
+fn kill_processes_at_home(directory: &Path) {
+    let home = format!("HOME={}/", directory.display());
+    let lives_below = |pid: &i32| {
+        let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        environment.split(|byte| *byte == 0).any(|variable| variable.starts_with(home.as_bytes()))
+    };
+    // A process may start another one before it is killed.
+    for _ in 0..10 {
+        let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+        let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+        let found: Vec<i32> = pids.filter(lives_below).collect();
+        if found.is_empty() {
+            return;
+        }
+        found.into_iter().for_each(|pid| _ = kill(Pid::from_raw(pid), Signal::SIGKILL));
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
 /// Creates a temporary directory. Its path contains no symbolic link, because programs print their
 /// working directory without symbolic links.
-pub(crate) fn create_test_directory() -> TempDir {
+pub(crate) fn create_test_directory() -> TestDirectory {
     let root = env::temp_dir().canonicalize().expect("a directory for temporary files");
-    tempfile::tempdir_in(root).expect("a temporary directory")
+    TestDirectory(tempfile::tempdir_in(root).expect("a temporary directory"))
 }
 
 /// Creates a command with an empty stdin whose environment has only the variables that

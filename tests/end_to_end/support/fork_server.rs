@@ -1,7 +1,7 @@
 //! Runs scripts in processes forked from a Python that has imported their modules
 //! (scripts/oracle/fork_server.py).
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
-use super::environment::{create_test_directory, isolated_command};
+use super::environment::{TestDirectory, create_test_directory, isolated_command};
 use std::{
     io::{BufRead, BufReader},
     path::{Path, PathBuf},
@@ -25,7 +25,7 @@ pub(crate) struct ForkServer {
     server: Child,
     python: PathBuf,
     socket: PathBuf,
-    directory: tempfile::TempDir,
+    directory: TestDirectory,
 }
 
 impl ForkServer {

@@ -13,7 +13,7 @@ pub(crate) mod tmux_terminal;
 pub(crate) mod token_cache_locks;
 pub(crate) mod trainer_script;
 
-use environment::{create_test_directory, launch_command};
+use environment::{TestDirectory, create_test_directory, launch_command};
 use serde_json::Value;
 use std::{
     env,
@@ -27,7 +27,7 @@ use std::{
 
 /// A temporary directory with a corpus and a job file. Runs write only into it.
 pub(crate) struct JobDirectory {
-    dir: tempfile::TempDir,
+    dir: TestDirectory,
 }
 
 /// The exit code, events and stderr of a run that has ended.
