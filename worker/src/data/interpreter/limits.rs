@@ -11,7 +11,8 @@ const BASE_MEMORY_BYTES: u64 = if cfg!(test) { 256 << 20 } else { 832 << 20 };
 /// [`BASE_MEMORY_BYTES`] bytes of memory suffice. More text needs additional memory.
 const SHORT_DOCUMENTS_BYTES: u64 = 2 << 20;
 /// Memory in bytes that a request may use, beyond [`BASE_MEMORY_BYTES`], for each byte of text
-/// beyond [`SHORT_DOCUMENTS_BYTES`]. 170 bytes were measured.
+/// beyond [`SHORT_DOCUMENTS_BYTES`]. 170 bytes were measured with tokenizers for which texts are
+/// not divided.
 const MEMORY_PER_TEXT_BYTE: u64 = 192;
 /// CPU time that the sandbox process may use for a single document, in addition to the time for its
 /// size. The tests wait for a shorter time.

@@ -9,6 +9,7 @@ mod limits;
 mod message;
 mod parquet_rows;
 mod template;
+mod text_division;
 mod tokenizer_library;
 pub(crate) mod untrusted;
 

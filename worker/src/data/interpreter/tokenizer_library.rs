@@ -1,6 +1,7 @@
 //! [`LibraryTokenizer`]: a Hugging Face tokenizer that the crate `tokenizers` loads from
 //! tokenizer.json and its companion files.
 use super::message::{LoadTokenizerReply, TokenizerInfo};
+use super::text_division::{can_divide_texts, divide_text};
 use crate::data::{
     error::{ChatTemplateProblem, TokenizerProblem},
     loss_masked_text::LossMaskedText,
@@ -11,9 +12,15 @@ use serde_json::Value;
 /// The largest accepted vocabulary of a tokenizer, in tokens.
 const MAX_VOCAB_SIZE: u32 = 1 << 24;
 
+/// Largest size in bytes of the text that the library tokenizes at once, if the text can be divided
+/// without effect on its tokens.
+const MAX_PART_BYTES: usize = 256 << 10;
+
 /// A Hugging Face tokenizer that the crate `tokenizers` has loaded.
 pub(super) struct LibraryTokenizer {
     inner: tokenizers::Tokenizer,
+    /// Whether the parts of a divided text have the tokens of the whole text.
+    divides_texts: bool,
 }
 
 impl LibraryTokenizer {
@@ -55,12 +62,22 @@ impl LibraryTokenizer {
             eod_text,
             chat_template: find_chat_template(companions, config),
         };
-        Ok((LibraryTokenizer { inner }, info))
+        let divides_texts = can_divide_texts(&inner);
+        Ok((LibraryTokenizer { inner, divides_texts }, info))
+    }
+
+    /// Divides a long text into parts that can be tokenized one by one.
+    fn divide<'a>(&self, text: &'a str) -> impl Iterator<Item = &'a str> {
+        divide_text(text, if self.divides_texts { MAX_PART_BYTES } else { usize::MAX })
     }
 
     /// Converts `text` to token ids.
     pub(super) fn encode(&self, text: &str) -> tokenizers::Result<Vec<u32>> {
-        Ok(self.inner.encode_fast(text, false)?.get_ids().to_vec())
+        let mut tokens = Vec::new();
+        for part in self.divide(text) {
+            tokens.extend_from_slice(self.inner.encode_fast(part, false)?.get_ids());
+        }
+        Ok(tokens)
     }
 
     /// Converts a text to token ids, and passes each id with the byte range of the token to the
@@ -70,9 +87,14 @@ impl LibraryTokenizer {
         masked: &LossMaskedText,
         mut mask: impl FnMut(u32, usize, usize) -> u32,
     ) -> tokenizers::Result<Vec<u32>> {
-        let encoding = self.inner.encode(masked.text.as_str(), false)?;
-        let spans = encoding.get_ids().iter().zip(encoding.get_offsets());
-        Ok(spans.map(|(&token, &(from, to))| mask(token, from, to)).collect())
+        let (mut tokens, mut begin) = (Vec::new(), 0);
+        for part in self.divide(&masked.text) {
+            let encoding = self.inner.encode(part, false)?;
+            let spans = encoding.get_ids().iter().zip(encoding.get_offsets());
+            tokens.extend(spans.map(|(&token, &(from, to))| mask(token, begin + from, begin + to)));
+            begin += part.len();
+        }
+        Ok(tokens)
     }
 
     /// Converts token ids to text. Omits special tokens, and tokens that the tokenizer does not
