@@ -31,6 +31,10 @@ impl ActiveJob {
         job.wait_until("the workers run", || {
             (0..2 * hosts).all(|rank| job.job_dir.path(&format!("ready.{rank}")).exists())
         });
+        // A worker may run before the message about its start has reached the controller.
+        job.wait_until("the controller knows the workers", || {
+            (0..2 * hosts).all(|rank| job.run_exec(rank, &["true"]).status.success())
+        });
         job
     }
 
