@@ -1,36 +1,98 @@
 //! Divides long texts before they are tokenized, because the crate `tokenizers` needs up to 170
 //! bytes of memory per byte of the text that it tokenizes at once.
 //!
-//! The parts have the tokens of the whole text. A text is only divided between an ASCII letter or
-//! digit and the ASCII white space that follows it, and only for tokenizers of which every
-//! component treats the text before and after such a place independently.
+//! The parts have the tokens of the whole text. A text is only divided between two ASCII characters
+//! at which [`ends_piece`], and only for tokenizers of which every component treats the text before
+//! and after such a place independently.
 use serde_json::Value;
 use tokenizers::{AddedToken, Tokenizer};
 
-/// The regular expressions of the pre-tokenizer `Split` for which texts are divided: those of Llama
-/// 3, of Qwen 2, and of o200k, which gpt-oss uses. In all of them, white space can only be at the
-/// beginning of a piece that contains letters or digits. So a piece that ends before white space
-/// does not depend on the text after it.
+/// The regular expressions of the pre-tokenizer `Split` for which texts are divided: those of
+/// Llama 3, of Qwen 2, and of o200k, which gpt-oss uses. In all of them, a piece ends where
+/// [`ends_piece`], and what is in the piece does not depend on the text after it.
 const DIVIDING_PATTERNS: [&str; 3] = [
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 ];
 
-/// Returns whether the parts of a text that [`divide_text`] returns have the tokens of the whole
-/// text.
-pub(super) fn can_divide_texts(tokenizer: &Tokenizer) -> bool {
-    // A component that cannot be converted is unknown.
-    let normalizer = serde_json::to_value(tokenizer.get_normalizer()).unwrap_or(Value::Bool(false));
-    let pre_tokenizer = serde_json::to_value(tokenizer.get_pre_tokenizer()).unwrap_or(Value::Null);
-    // NFC composes no character with white space before or after it.
-    let keeps_places = normalizer.is_null() || normalizer["type"] == "NFC";
-    keeps_places
-        && classify_pre_tokenizer(&pre_tokenizer) == PreTokenizerClass::Divides
-        && !tokenizer.get_added_tokens_decoder().values().any(extends_over_white_space)
+/// Returns whether all pre-tokenizers for which texts are divided end a piece between these two
+/// characters. An apostrophe may belong to the piece of the letters before it (`it's`).
+fn ends_piece(before: u8, after: u8) -> bool {
+    match after {
+        b'\'' => false,
+        b'0'..=b'9' => before.is_ascii_alphabetic(),
+        _ => before.is_ascii_alphanumeric() && after.is_ascii() && !after.is_ascii_alphabetic(),
+    }
 }
 
-/// What a pre-tokenizer does between a letter or digit and white space.
+/// The places at which the texts for a tokenizer may be divided.
+pub(super) struct DivisionPlaces {
+    /// By ASCII character: whether texts may be divided before it, where [`ends_piece`].
+    may_begin_part: [bool; 128],
+}
+
+impl DivisionPlaces {
+    /// Returns the places at which texts may be divided so that the parts have the tokens of the
+    /// whole text, or `None` if there are none.
+    pub(super) fn find(tokenizer: &Tokenizer) -> Option<DivisionPlaces> {
+        let normalizer = serde_json::to_value(tokenizer.get_normalizer()).ok()?;
+        let pre_tokenizer = serde_json::to_value(tokenizer.get_pre_tokenizer()).ok()?;
+        // NFC composes no ASCII character with an ASCII character before it.
+        let keeps_places = normalizer.is_null() || normalizer["type"] == "NFC";
+        if !keeps_places || classify_pre_tokenizer(&pre_tokenizer) != PreTokenizerClass::Divides {
+            return None;
+        }
+        let mut places = DivisionPlaces { may_begin_part: [true; 128] };
+        tokenizer.get_added_tokens_decoder().values().for_each(|token| places.exclude_added_token(token));
+        Some(places)
+    }
+
+    /// Excludes the places at which dividing a text may change where an added token is found.
+    fn exclude_added_token(&mut self, token: &AddedToken) {
+        let content = token.content.as_bytes();
+        let inner = content.windows(2).filter(|pair| ends_piece(pair[0], pair[1])).map(|pair| pair[1]);
+        inner.for_each(|byte| self.may_begin_part[usize::from(byte)] = false);
+        // Such a token takes the white space after it.
+        let takes_white_space = token.rstrip && content.last().is_some_and(u8::is_ascii_alphanumeric);
+        for byte in 0..128_u8 {
+            let is_taken = takes_white_space && char::from(byte).is_whitespace();
+            // Such a token must not be a part of a word.
+            let is_of_word = token.single_word && (byte == b'_' || byte.is_ascii_digit());
+            self.may_begin_part[usize::from(byte)] &= !is_taken && !is_of_word;
+        }
+    }
+
+    /// Returns whether a text may be divided before its byte `at`, which is not the first one.
+    fn contain(&self, text: &[u8], at: usize) -> bool {
+        ends_piece(text[at - 1], text[at]) && self.may_begin_part[usize::from(text[at])]
+    }
+
+    /// Divides a text into parts of at most `part_bytes` bytes. A part is longer if it contains no
+    /// place to divide it.
+    pub(super) fn divide<'a>(&self, text: &'a str, part_bytes: usize) -> Vec<&'a str> {
+        let (mut parts, mut rest) = (Vec::new(), text);
+        while !rest.is_empty() {
+            let (part, following) = rest.split_at(self.find_part_length(rest.as_bytes(), part_bytes));
+            parts.push(part);
+            rest = following;
+        }
+        parts
+    }
+
+    /// Returns the length of the first part of a text: the last place to divide within `part_bytes`
+    /// bytes, or otherwise the next one, or the whole text.
+    fn find_part_length(&self, text: &[u8], part_bytes: usize) -> usize {
+        if text.len() <= part_bytes {
+            return text.len();
+        }
+        let before = (1..=part_bytes).rev().find(|&at| self.contain(text, at));
+        let mut after = part_bytes + 1..text.len();
+        before.or_else(|| after.find(|&at| self.contain(text, at))).unwrap_or(text.len())
+    }
+}
+
+/// What a pre-tokenizer does at the places where [`ends_piece`].
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum PreTokenizerClass {
     /// It begins another piece there.
@@ -72,44 +134,6 @@ fn combine_classes(first: PreTokenizerClass, second: PreTokenizerClass) -> PreTo
     }
 }
 
-/// Returns whether an added token can match text on both sides of a place between a letter or digit
-/// and white space.
-fn extends_over_white_space(token: &AddedToken) -> bool {
-    let content = token.content.as_bytes();
-    let takes_following_space = token.rstrip && content.last().is_some_and(u8::is_ascii_alphanumeric);
-    takes_following_space || (1..content.len()).any(|at| is_place_to_divide(content, at))
-}
-
-/// Returns whether a text may be divided before its byte `at`, which is not the first one.
-fn is_place_to_divide(text: &[u8], at: usize) -> bool {
-    text[at - 1].is_ascii_alphanumeric() && text[at].is_ascii_whitespace()
-}
-
-/// Divides a text into parts of at most `part_bytes` bytes. A part is longer if it has no place to
-/// divide.
-pub(super) fn divide_text(text: &str, part_bytes: usize) -> impl Iterator<Item = &str> {
-    let mut rest = text;
-    std::iter::from_fn(move || {
-        if rest.is_empty() {
-            return None;
-        }
-        let (part, following) = rest.split_at(find_part_length(rest.as_bytes(), part_bytes));
-        rest = following;
-        Some(part)
-    })
-}
-
-/// Returns the length of the first part of a text: the last place to divide within `part_bytes`
-/// bytes, or otherwise the next one, or the whole text.
-fn find_part_length(text: &[u8], part_bytes: usize) -> usize {
-    if text.len() <= part_bytes {
-        return text.len();
-    }
-    let before = (1..=part_bytes).rev().find(|&at| is_place_to_divide(text, at));
-    let mut after = part_bytes + 1..text.len();
-    before.or_else(|| after.find(|&at| is_place_to_divide(text, at))).unwrap_or(text.len())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -117,12 +141,12 @@ mod tests {
     use serde_json::json;
     use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
-    /// Returns a tokenizer whose pieces are merged from bytes. One merge could join a letter with
-    /// following white space, if both were in one piece.
+    /// Returns a tokenizer whose pieces are merged from bytes. Some merges would join a letter with
+    /// what follows, if both were in one piece.
     fn build_tokenizer(normalizer: &Value, pre_tokenizer: &Value, added: &[Value]) -> Tokenizer {
         let mut alphabet: Vec<String> = ByteLevel::alphabet().into_iter().map(String::from).collect();
         alphabet.sort();
-        let merges = ["o o", "f oo", "Ġ f", "Ġf oo", "o Ġ", "Ċ Ċ", "Ġ Ġ", "1 2"];
+        let merges = ["o o", "f oo", "Ġ f", "Ġf oo", "o Ġ", "o .", "o 1", "Ċ Ċ", "Ġ Ġ", "1 2"];
         let merged = merges.iter().map(|merge| merge.replace(' ', ""));
         let words = alphabet.into_iter().chain(merged).enumerate();
         let vocab: serde_json::Map<String, Value> = words.map(|(id, word)| (word, id.into())).collect();
@@ -144,6 +168,13 @@ mod tests {
         Tokenizer::from_bytes(text.to_string()).expect("a tokenizer")
     }
 
+    /// Returns an added token in the form of tokenizer.json that is only found as a whole word.
+    fn added_word(content: &str) -> Value {
+        let mut token = added_token(content, false, false);
+        token["single_word"] = json!(true);
+        token
+    }
+
     /// Returns an added token in the form of tokenizer.json.
     fn added_token(content: &str, lstrip: bool, rstrip: bool) -> Value {
         json!({"content": content, "single_word": false, "lstrip": lstrip, "rstrip": rstrip,
@@ -163,6 +194,19 @@ mod tests {
         json!({"type": "Sequence", "pretokenizers": [split, byte_level(false, false)]})
     }
 
+    fn list_added_tokens() -> Vec<Value> {
+        vec![
+            added_token("<s>", true, true),
+            added_token("</s>", false, false),
+            added_token("9f", true, false),
+            added_token("<|foo_1|>", false, false),
+            added_token("foo foo", false, false),
+            added_token("foo", false, true),
+            added_word("o"),
+            added_word("9"),
+        ]
+    }
+
     fn list_dividing_pre_tokenizers() -> Vec<Value> {
         let digits = json!({"type": "Digits", "individual_digits": true});
         let digits_first = json!({"type": "Sequence", "pretokenizers": [digits, byte_level(false, true)]});
@@ -174,20 +218,20 @@ mod tests {
         #[test]
         fn parts_have_the_tokens_of_the_whole_text(
             words in prop::collection::vec(prop::sample::select(vec![
-                "foo", "f", "o", "'s", "'", " ", "  ", "\n", "\r\n", "\t", "\u{b}", "9", "12345", ".", "!?", "/", "<s>",
-                "</s>", "é", "e\u{301}", "\u{301}", "中", "\u{903}", "ſ", "F", "\u{a0}",
+                "foo", "f", "o", "'s", "'", " ", "  ", "\n", "\r\n", "\t", "\u{b}", "\0", "9", "12345", ".", "!?", "/", "=",
+                "\u{338}", "_", "<s>", "</s>", "<|foo_1|>", "foo foo", "é", "e\u{301}", "\u{301}", "中", "\u{903}", "ſ", "F",
+                "\u{a0}",
             ]), 0..40),
             part_bytes in 1_usize..20,
             is_composed in any::<bool>(),
+            added in prop::sample::subsequence(list_added_tokens(), 0..=8),
         ) {
             let normalizer = if is_composed { json!({"type": "NFC"}) } else { Value::Null };
-            let added = [added_token("<s>", true, true), added_token("</s>", false, false), added_token("9f", true, false)];
             let text = words.concat();
             for pre_tokenizer in list_dividing_pre_tokenizers() {
                 let tokenizer = build_tokenizer(&normalizer, &pre_tokenizer, &added);
-                prop_assert!(can_divide_texts(&tokenizer), "{}", pre_tokenizer);
+                let parts = DivisionPlaces::find(&tokenizer).expect("places").divide(&text, part_bytes);
                 let encode = |text: &str| tokenizer.encode_fast(text, false).expect("tokens").get_ids().to_vec();
-                let parts: Vec<&str> = divide_text(&text, part_bytes).collect();
                 prop_assert_eq!(parts.concat(), text.clone());
                 let tokens: Vec<u32> = parts.iter().flat_map(|part| encode(part)).collect();
                 prop_assert_eq!(tokens, encode(&text), "{:?} with {}", parts, pre_tokenizer);
@@ -195,12 +239,26 @@ mod tests {
         }
     }
 
+    /// Divides a text for a tokenizer with these added tokens.
+    fn divide<'a>(text: &'a str, part_bytes: usize, added: &[Value]) -> Vec<&'a str> {
+        let tokenizer = build_tokenizer(&Value::Null, &byte_level(false, true), added);
+        DivisionPlaces::find(&tokenizer).expect("places").divide(text, part_bytes)
+    }
+
     #[test]
     fn texts_are_divided_at_the_last_place_that_fits() {
-        let parts: Vec<&str> = divide_text("one two three. four\nfive", 9).collect();
-        assert_eq!(parts, ["one two", " three. four", "\nfive"]);
-        assert_eq!(divide_text("unbroken.text", 4).collect::<Vec<_>>(), ["unbroken.text"]);
-        assert_eq!(divide_text("", 4).count(), 0);
+        assert_eq!(divide("one two three. four\nfive", 9, &[]), ["one two", " three", ". four", "\nfive"]);
+        assert_eq!(divide("it's_x12", 2, &[]), ["it's", "_x", "12"]);
+        assert_eq!(divide("unbroken", 4, &[]), ["unbroken"]);
+        assert!(divide("", 4, &[]).is_empty());
+    }
+
+    #[test]
+    fn texts_are_not_divided_where_an_added_token_may_be() {
+        let words = [added_token("foo foo", false, false), added_token("<|x|>", false, false)];
+        assert_eq!(divide("one foo.two|three\nfour", 1, &words), ["one foo", ".two|three", "\nfour"]);
+        assert_eq!(divide("one two.three", 1, &[added_token("one", false, true)]), ["one two", ".three"]);
+        assert_eq!(divide("x_y1.z", 1, &[added_word("y")]), ["x_y1", ".z"]);
     }
 
     #[test]
@@ -211,19 +269,17 @@ mod tests {
             json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true});
         let removed = json!({"type": "Split", "pattern": {"Regex": DIVIDING_PATTERNS[0]}, "behavior": "Removed", "invert": false});
         let cases = [
-            (prepend, divides.clone(), vec![]),
-            (Value::Null, Value::Null, vec![]),
-            (Value::Null, metaspace, vec![]),
-            (Value::Null, byte_level(true, true), vec![]),
-            (Value::Null, byte_level(false, false), vec![]),
-            (Value::Null, split(r"\w+\s\w+"), vec![]),
-            (Value::Null, removed, vec![]),
-            (Value::Null, divides.clone(), vec![added_token("foo foo", false, false)]),
-            (Value::Null, divides, vec![added_token("foo", false, true)]),
+            (prepend, divides),
+            (Value::Null, Value::Null),
+            (Value::Null, metaspace),
+            (Value::Null, byte_level(true, true)),
+            (Value::Null, byte_level(false, false)),
+            (Value::Null, split(r"\w+\s\w+")),
+            (Value::Null, removed),
         ];
-        for (normalizer, pre_tokenizer, added) in cases {
-            let tokenizer = build_tokenizer(&normalizer, &pre_tokenizer, &added);
-            assert!(!can_divide_texts(&tokenizer), "{normalizer} {pre_tokenizer} {added:?}");
+        for (normalizer, pre_tokenizer) in cases {
+            let tokenizer = build_tokenizer(&normalizer, &pre_tokenizer, &[]);
+            assert!(DivisionPlaces::find(&tokenizer).is_none(), "{normalizer} {pre_tokenizer}");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! [`LibraryTokenizer`]: a Hugging Face tokenizer that the crate `tokenizers` loads from
 //! tokenizer.json and its companion files.
 use super::message::{LoadTokenizerReply, TokenizerInfo};
-use super::text_division::{can_divide_texts, divide_text};
+use super::text_division::DivisionPlaces;
 use crate::data::{
     error::{ChatTemplateProblem, TokenizerProblem},
     loss_masked_text::LossMaskedText,
@@ -19,8 +19,8 @@ const MAX_PART_BYTES: usize = 256 << 10;
 /// A Hugging Face tokenizer that the crate `tokenizers` has loaded.
 pub(super) struct LibraryTokenizer {
     inner: tokenizers::Tokenizer,
-    /// Whether the parts of a divided text have the tokens of the whole text.
-    divides_texts: bool,
+    /// Where long texts are divided; `None` if they must not be divided.
+    places: Option<DivisionPlaces>,
 }
 
 impl LibraryTokenizer {
@@ -62,13 +62,13 @@ impl LibraryTokenizer {
             eod_text,
             chat_template: find_chat_template(companions, config),
         };
-        let divides_texts = can_divide_texts(&inner);
-        Ok((LibraryTokenizer { inner, divides_texts }, info))
+        let places = DivisionPlaces::find(&inner);
+        Ok((LibraryTokenizer { inner, places }, info))
     }
 
     /// Divides a long text into parts that can be tokenized one by one.
-    fn divide<'a>(&self, text: &'a str) -> impl Iterator<Item = &'a str> {
-        divide_text(text, if self.divides_texts { MAX_PART_BYTES } else { usize::MAX })
+    fn divide<'a>(&self, text: &'a str) -> Vec<&'a str> {
+        self.places.as_ref().map_or_else(|| vec![text], |places| places.divide(text, MAX_PART_BYTES))
     }
 
     /// Converts `text` to token ids.
