@@ -38,9 +38,13 @@ impl DivisionPlaces {
     pub(super) fn find(tokenizer: &Tokenizer) -> Option<DivisionPlaces> {
         let normalizer = serde_json::to_value(tokenizer.get_normalizer()).ok()?;
         let pre_tokenizer = serde_json::to_value(tokenizer.get_pre_tokenizer()).ok()?;
+        let post_processor = serde_json::to_value(tokenizer.get_post_processor()).ok()?;
         // NFC composes no ASCII character with an ASCII character before it.
         let keeps_places = normalizer.is_null() || normalizer["type"] == "NFC";
-        if !keeps_places || classify_pre_tokenizer(&pre_tokenizer) != PreTokenizerClass::Divides {
+        if !keeps_places
+            || trims_offsets(&post_processor)
+            || classify_pre_tokenizer(&pre_tokenizer) != PreTokenizerClass::Divides
+        {
             return None;
         }
         let mut places = DivisionPlaces { may_begin_part: [true; 128] };
@@ -64,7 +68,7 @@ impl DivisionPlaces {
     }
 
     /// Returns whether a text may be divided before its byte `at`, which is not the first one.
-    fn contain(&self, text: &[u8], at: usize) -> bool {
+    fn contains(&self, text: &[u8], at: usize) -> bool {
         ends_piece(text[at - 1], text[at]) && self.may_begin_part[usize::from(text[at])]
     }
 
@@ -86,10 +90,17 @@ impl DivisionPlaces {
         if text.len() <= part_bytes {
             return text.len();
         }
-        let before = (1..=part_bytes).rev().find(|&at| self.contain(text, at));
+        let before = (1..=part_bytes).rev().find(|&at| self.contains(text, at));
         let mut after = part_bytes + 1..text.len();
-        before.or_else(|| after.find(|&at| self.contain(text, at))).unwrap_or(text.len())
+        before.or_else(|| after.find(|&at| self.contains(text, at))).unwrap_or(text.len())
     }
+}
+
+/// Returns whether a post-processor in the form of tokenizer.json changes the byte ranges of
+/// tokens. Such a change may depend on whether a token is the first one.
+fn trims_offsets(json: &Value) -> bool {
+    let processors = json["processors"].as_array().into_iter().flatten();
+    json["trim_offsets"] == true || processors.into_iter().any(trims_offsets)
 }
 
 /// What a pre-tokenizer does at the places where [`ends_piece`].
@@ -144,6 +155,16 @@ mod tests {
     /// Returns a tokenizer whose pieces are merged from bytes. Some merges would join a letter with
     /// what follows, if both were in one piece.
     fn build_tokenizer(normalizer: &Value, pre_tokenizer: &Value, added: &[Value]) -> Tokenizer {
+        let post_processor = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": false});
+        build_tokenizer_with_post_processor(normalizer, pre_tokenizer, &post_processor, added)
+    }
+
+    fn build_tokenizer_with_post_processor(
+        normalizer: &Value,
+        pre_tokenizer: &Value,
+        post_processor: &Value,
+        added: &[Value],
+    ) -> Tokenizer {
         let mut alphabet: Vec<String> = ByteLevel::alphabet().into_iter().map(String::from).collect();
         alphabet.sort();
         let merges = ["o o", "f oo", "Ġ f", "Ġf oo", "o Ġ", "o .", "o 1", "Ċ Ċ", "Ġ Ġ", "1 2"];
@@ -159,7 +180,7 @@ mod tests {
             })
             .collect();
         let text = json!({
-            "version": "1.0", "truncation": null, "padding": null, "post_processor": null, "decoder": null,
+            "version": "1.0", "truncation": null, "padding": null, "post_processor": post_processor, "decoder": null,
             "added_tokens": added, "normalizer": normalizer, "pre_tokenizer": pre_tokenizer,
             "model": {"type": "BPE", "vocab": vocab, "merges": merges, "dropout": null, "unk_token": null,
                 "continuing_subword_prefix": null, "end_of_word_suffix": null, "fuse_unk": false,
@@ -214,9 +235,17 @@ mod tests {
         splits.chain([byte_level(false, true), digits_first]).collect()
     }
 
+    /// Returns the ids of a text's tokens, and their byte ranges if the text begins at `begin`.
+    fn encode(tokenizer: &Tokenizer, text: &str, begin: usize) -> Vec<(u32, usize, usize)> {
+        let encoding = tokenizer.encode(text, false).expect("tokens");
+        assert_eq!(tokenizer.encode_fast(text, false).expect("tokens").get_ids(), encoding.get_ids());
+        let spans = encoding.get_ids().iter().zip(encoding.get_offsets());
+        spans.map(|(&id, &(from, to))| (id, begin + from, begin + to)).collect()
+    }
+
     proptest! {
         #[test]
-        fn parts_have_the_tokens_of_the_whole_text(
+        fn parts_have_the_tokens_and_byte_ranges_of_the_whole_text(
             words in prop::collection::vec(prop::sample::select(vec![
                 "foo", "f", "o", "'s", "'", " ", "  ", "\n", "\r\n", "\t", "\u{b}", "\0", "9", "12345", ".", "!?", "/", "=",
                 "\u{338}", "_", "<s>", "</s>", "<|foo_1|>", "foo foo", "é", "e\u{301}", "\u{301}", "中", "\u{903}", "ſ", "F",
@@ -231,10 +260,14 @@ mod tests {
             for pre_tokenizer in list_dividing_pre_tokenizers() {
                 let tokenizer = build_tokenizer(&normalizer, &pre_tokenizer, &added);
                 let parts = DivisionPlaces::find(&tokenizer).expect("places").divide(&text, part_bytes);
-                let encode = |text: &str| tokenizer.encode_fast(text, false).expect("tokens").get_ids().to_vec();
                 prop_assert_eq!(parts.concat(), text.clone());
-                let tokens: Vec<u32> = parts.iter().flat_map(|part| encode(part)).collect();
-                prop_assert_eq!(tokens, encode(&text), "{:?} with {}", parts, pre_tokenizer);
+                let mut begin = 0;
+                let mut tokens = Vec::new();
+                for part in &parts {
+                    tokens.extend(encode(&tokenizer, part, begin));
+                    begin += part.len();
+                }
+                prop_assert_eq!(tokens, encode(&tokenizer, &text, 0), "{:?} with {}", parts, pre_tokenizer);
             }
         }
     }
@@ -281,5 +314,10 @@ mod tests {
             let tokenizer = build_tokenizer(&normalizer, &pre_tokenizer, &[]);
             assert!(DivisionPlaces::find(&tokenizer).is_none(), "{normalizer} {pre_tokenizer}");
         }
+        let trims = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true});
+        let trims = json!({"type": "Sequence", "processors": [trims]});
+        let (normalizer, pre_tokenizer) = (Value::Null, byte_level(false, true));
+        let tokenizer = build_tokenizer_with_post_processor(&normalizer, &pre_tokenizer, &trims, &[]);
+        assert!(DivisionPlaces::find(&tokenizer).is_none());
     }
 }
