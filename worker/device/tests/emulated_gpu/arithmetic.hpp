@@ -48,7 +48,7 @@ inline uint32_t to_bf16_bits(float x) {
 inline uint32_t to_f16_bits(float x) {
     uint32_t bits = float_to_bits(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
     if (size > 0x7f800000) return 0x7fff;
-    if (size >= 0x477ff000) return sign | 0x7c00;                                                         // from 65520 on
+    if (size >= 0x477ff000) return sign | 0x7c00; // from 65520 on
     if (size < 0x38800000) return sign | (uint32_t)std::nearbyint(bits_to_float(size) * 0x1p24f); // below 2^-14
     return sign | (((size + 0xfff + (size >> 13 & 1)) >> 13) - (112 << 10));
 }

@@ -7,6 +7,7 @@
 namespace ptx {
 constexpr uint32_t ALL = 0xffffffffu;
 
+// Calls `f` with the number of each of these lanes.
 template <class F> inline void each_lane(uint32_t lanes, F f) {
     if (lanes == ALL) {
         for (int l = 0; l < 32; l++) f(l);
