@@ -145,7 +145,7 @@ struct Block {
     Dim threads, at, grid;
     std::vector<uint8_t> shared;
     std::function<void()> body;
-    unsigned next = 0, finished = 0, current = 0;
+    unsigned thread_count = 0, next = 0, finished = 0, current = 0;
     Dim index; // of the current thread
     unsigned finished_in_warp[WARP] = {};
     Barrier block_barrier, warp_barriers[WARP];
@@ -155,13 +155,29 @@ struct Block {
     std::vector<Fiber> fibers;
     Fiber* running = nullptr;
     void* scheduler = nullptr; // the stack pointer of the scheduler while a fiber runs
+    // The fibers `pass_begin` to `pass_end` are a warp, each of which runs once in a pass if it can.
+    // `pass_next` is the number of the next turn, which counts from the end if `backwards`.
+    size_t pass_begin = 0, pass_next = 0, pass_end = 0;
     uint64_t progress = 0;
     bool backwards = false;
     uint8_t* stacks = nullptr;
 
+    // Returns the stack pointer of the next fiber of the pass that can run, which will be running, or
+    // that of the scheduler. A fiber thus switches to the next one directly.
+    void* continue_pass() {
+        while (pass_next < pass_end) {
+            size_t turn = pass_next++;
+            Fiber& fiber = fibers[backwards ? pass_begin + pass_end - 1 - turn : turn];
+            if (!fiber.can_run()) continue;
+            running = &fiber;
+            return fiber.stack;
+        }
+        return scheduler;
+    }
     void yield() {
         Fiber* self = running;
-        emulator_switch_stack(&self->stack, scheduler);
+        void* to = continue_pass();
+        emulator_switch_stack(&self->stack, to);
         set_current(self->thread);
     }
     void set_current(unsigned thread) {
@@ -190,16 +206,16 @@ struct Block {
             running->barrier = nullptr;
         }
     }
-    void sync() { wait(block_barrier, threads.count(), finished); }
+    void sync() { wait(block_barrier, thread_count, finished); }
     void sync_warp() {
         unsigned warp = current / WARP;
-        unsigned count = std::min(WARP, threads.count() - warp * WARP);
+        unsigned count = std::min(WARP, thread_count - warp * WARP);
         wait(warp_barriers[warp], count, finished_in_warp[warp]);
     }
     void run_threads() {
-        while (next < threads.count()) {
+        while (next < thread_count) {
             unsigned turn = next++;
-            running->thread = backwards ? threads.count() - 1 - turn : turn;
+            running->thread = backwards ? thread_count - 1 - turn : turn;
             set_current(running->thread);
             body();
             if (!copies[running->thread].empty()) stop("a thread ended before its asynchronous copies completed");
@@ -207,8 +223,10 @@ struct Block {
             finished_in_warp[running->thread / WARP]++;
             progress++;
         }
-        running->live = false;
-        emulator_switch_stack(&running->stack, scheduler);
+        Fiber* self = running;
+        self->live = false;
+        void* to = continue_pass();
+        emulator_switch_stack(&self->stack, to);
         stop("a thread continued after its end");
     }
     static void enter();
@@ -216,9 +234,6 @@ struct Block {
         fibers[i].live = true;
         fibers[i].barrier = nullptr;
         fibers[i].stack = prepare_stack(stacks + i * STACK, STACK, &Block::enter);
-        resume(i);
-    }
-    void resume(size_t i) {
         running = &fibers[i];
         emulator_switch_stack(&scheduler, running->stack);
     }
@@ -231,10 +246,9 @@ struct Block {
     void run_warp(size_t begin, size_t end) {
         for (uint64_t before = progress - 1; progress != before;) {
             before = progress;
-            for (size_t i = begin; i < end; i++) {
-                size_t fiber = backwards ? begin + end - 1 - i : i;
-                if (fibers[fiber].can_run()) resume(fiber);
-            }
+            pass_begin = pass_next = begin, pass_end = end;
+            void* to = continue_pass();
+            if (to != scheduler) emulator_switch_stack(&scheduler, to);
         }
     }
     void run() {
@@ -243,16 +257,16 @@ struct Block {
         block_barrier = Barrier();
         for (auto& barrier : warp_barriers) barrier = Barrier();
         for (auto& committed : groups) committed = 0;
-        fibers.resize(threads.count());
+        fibers.resize(thread_count);
         size_t begun = 0;
-        while (finished < threads.count()) {
+        while (finished < thread_count) {
             uint64_t before = progress;
             for (size_t warp = 0; warp < begun; warp += WARP) run_warp(warp, std::min(begun, warp + WARP));
-            while (next < threads.count()) {
+            while (next < thread_count) {
                 size_t begin = begun;
                 do {
                     start(begun++);
-                } while (next < threads.count() && begun % WARP != 0);
+                } while (next < thread_count && begun % WARP != 0);
                 run_warp(begin, begun);
             }
             if (progress == before) stop("threads wait at different barriers");
@@ -274,6 +288,7 @@ inline void launch(Dim grid, Dim threads, size_t shared, const std::function<voi
     block.backwards = order && *order == '1';
     block.grid = grid;
     block.threads = threads;
+    block.thread_count = threads.count();
     block.body = body;
     for (unsigned z = 0; z < grid.z; z++)
         for (unsigned y = 0; y < grid.y; y++)
@@ -409,21 +424,46 @@ template <bool is_f16> float value_of_register(unsigned bits, int which) {
     return is_f16 ? from_f16((unsigned short)half) : __int_as_float((int)(half << 16));
 }
 
+// The operands and sums of a warp's matrix multiplication.
+struct MatrixMultiplication {
+    float left[16][16], right[16][8], sums[16][8];
+    bool is_finished;
+    // Adds the products to each sum in the order of k.
+    void run() {
+        for (unsigned row = 0; row < 16; row++) {
+            typedef float Row __attribute__((vector_size(32)));
+            Row sum, right_row;
+            memcpy(&sum, sums[row], sizeof sum);
+            for (unsigned k = 0; k < 16; k++) {
+                memcpy(&right_row, right[k], sizeof right_row);
+                sum += left[row][k] * right_row;
+            }
+            memcpy(sums[row], &sum, sizeof sum);
+        }
+        is_finished = true;
+    }
+};
+
 template <bool is_f16> void mma_16x8x16_of(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    // By warp: the 16 rows of the first matrix and the 8 columns of the second one.
-    static float buffers[2][emulator::MAX_THREADS / 32][24][16];
+    static MatrixMultiplication by_warp[2][emulator::MAX_THREADS / 32];
     unsigned self = emulator::block.current, group = self % 32 / 4, lane_in_group = self % 4;
-    auto& rows = buffers[emulator::block.exchange_buffer()][self / 32];
-    const unsigned b[2] = {b0, b1};
+    MatrixMultiplication& all = by_warp[emulator::block.exchange_buffer()][self / 32];
+    float* sums[2] = {&all.sums[group][2 * lane_in_group], &all.sums[group + 8][2 * lane_in_group]};
+#pragma GCC unroll 2
     for (unsigned which = 0; which < 2; which++) {
         unsigned k = 2 * lane_in_group + which;
-        for (unsigned i = 0; i < 4; i++) rows[group + 8 * (i % 2)][k + 8 * (i / 2)] = value_of_register<is_f16>(a[i], (int)which);
-        for (unsigned i = 0; i < 2; i++) rows[16 + group][k + 8 * i] = value_of_register<is_f16>(b[i], (int)which);
+#pragma GCC unroll 4
+        for (unsigned i = 0; i < 4; i++) {
+            all.left[group + 8 * (i % 2)][k + 8 * (i / 2)] = value_of_register<is_f16>(a[i], (int)which);
+            sums[i / 2][i % 2] = c[i];
+        }
+        all.right[k][group] = value_of_register<is_f16>(b0, (int)which);
+        all.right[k + 8][group] = value_of_register<is_f16>(b1, (int)which);
     }
+    all.is_finished = false;
     emulator::block.sync_warp();
-    const float *left[2] = {rows[group], rows[group + 8]}, *right[2] = {rows[16 + 2 * lane_in_group], rows[17 + 2 * lane_in_group]};
-    for (unsigned k = 0; k < 16; k++) // the four sums are independent, so that the CPU overlaps them
-        for (unsigned i = 0; i < 4; i++) c[i] += left[i / 2][k] * right[i % 2][k];
+    if (!all.is_finished) all.run(); // the first lane that continues multiplies for the whole warp
+    for (unsigned i = 0; i < 4; i++) c[i] = sums[i / 2][i % 2];
 }
 static inline void mma_16x8x16_bf16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_16x8x16_of<false>(c, a, b0, b1); }
 static inline void mma_16x8x16_f16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma_16x8x16_of<true>(c, a, b0, b1); }
