@@ -70,7 +70,9 @@ pub(super) fn relay_channel(
 /// an SSH channel.
 #[derive(Default)]
 pub(super) struct RelayBuffer {
+    /// The content, up to `filled`. The rest was in an earlier content or is 0.
     bytes: Vec<u8>,
+    filled: usize,
     /// The number of bytes at the start of `bytes` that were written already.
     written: usize,
 }
@@ -79,29 +81,36 @@ impl RelayBuffer {
     /// Creates a buffer that already contains `bytes`, which must be written to the SSH channel or
     /// the local socket.
     pub(super) fn with_bytes(bytes: Vec<u8>) -> RelayBuffer {
-        RelayBuffer { bytes, written: 0 }
+        RelayBuffer { filled: bytes.len(), bytes, written: 0 }
     }
 
     /// Returns those bytes of the buffer that were not yet written to the SSH channel or the local
     /// socket.
     fn unwritten(&self) -> &[u8] {
-        &self.bytes[self.written..]
+        &self.bytes[self.written..self.filled]
     }
 
     /// Returns whether all bytes of the buffer were written to the SSH channel or the local socket.
     pub(super) fn is_empty(&self) -> bool {
-        self.written >= self.bytes.len()
+        self.written >= self.filled
+    }
+
+    /// Discards the content.
+    fn clear(&mut self) {
+        (self.filled, self.written) = (0, 0);
     }
 
     /// Reads bytes from `source` into this buffer, in place of the earlier bytes, which were all
     /// written. The caller must first write out all earlier bytes. Returns the number of bytes that
     /// were read, which is 0 at the end of the stream.
     pub(super) fn fill_from(&mut self, mut source: impl Read) -> io::Result<usize> {
-        self.bytes.resize(BUFFER_BYTES, 0);
-        self.written = 0;
-        let result = source.read(&mut self.bytes);
-        self.bytes.truncate(*result.as_ref().unwrap_or(&0));
-        result
+        // Many calls read nothing, so the buffer is initialized only once.
+        if self.bytes.len() < BUFFER_BYTES {
+            self.bytes.resize(BUFFER_BYTES, 0);
+        }
+        self.clear();
+        self.filled = source.read(&mut self.bytes)?;
+        Ok(self.filled)
     }
 
     /// Writes as many of the buffer's unwritten bytes to `sink` as `sink` accepts at once. Returns
@@ -201,11 +210,11 @@ impl ChannelRelay<'_> {
                 match none_if_would_block(self.from_stderr.write_to(stderr)) {
                     Ok(written) => progressed |= written.is_some(),
                     // The reader of stderr has gone.
-                    Err(_) => self.from_stderr = RelayBuffer::default(),
+                    Err(_) => self.from_stderr.clear(),
                 }
             }
             // A tunnel has no stderr.
-            _ => self.from_stderr = RelayBuffer::default(),
+            _ => self.from_stderr.clear(),
         }
         Ok(progressed)
     }
