@@ -82,7 +82,7 @@ codes! {
     }
     EXEC_RANK_NOT_RUNNING: Cluster = "exec-rank-not-running" {
         summary: "`launch exec` found no running worker of the rank.",
-        cause: "The job is starting, restarting or ending, the rank has ended, or the job has no such rank.",
+        cause: "No attempt runs at present, the rank has ended, or the job has no such rank.",
         remedy: "Check the run with `launch ps`, and try again.",
     }
     EXEC_UNAVAILABLE: Cluster = "exec-unavailable" {

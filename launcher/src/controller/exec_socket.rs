@@ -29,12 +29,31 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// loop.
 const INBOX_CAPACITY: usize = 64;
 
-/// A connected `launch exec` process, with the queue of messages to it and the host on which the
-/// requested command runs.
+/// A connected `launch exec` process, with the queue of messages to it and the state of its
+/// command.
 pub(super) struct ExecClient {
     pub(super) outbox: Outbox<ExecReply>,
-    /// The host on which the command runs; `None` before the command was requested.
-    pub(super) host: Option<HostIndex>,
+    pub(super) command: ExecClientCommand,
+}
+
+/// The state of the command of a `launch exec` process.
+pub(super) enum ExecClientCommand {
+    /// The command was not requested yet.
+    Unknown,
+    /// The request waits until the worker has started.
+    Waiting(ExecRequest),
+    /// The request was sent to the agent of this host.
+    Requested(HostIndex),
+}
+
+impl ExecClient {
+    /// Returns the host to whose agent the command was sent.
+    pub(super) fn host(&self) -> Option<HostIndex> {
+        match self.command {
+            ExecClientCommand::Requested(host) => Some(host),
+            ExecClientCommand::Unknown | ExecClientCommand::Waiting(_) => None,
+        }
+    }
 }
 
 /// An event from a `launch exec` process at the controller: its new connection, a request, or the

@@ -18,24 +18,26 @@ struct ActiveJob {
 }
 
 impl ActiveJob {
-    /// Starts a job of two workers per host. `cluster` is added to its section `cluster`.
+    /// Starts a job of two workers per host, and waits until they run. `cluster` is added to its
+    /// section `cluster`.
     fn start(job_dir: JobDirectory, cluster: &str, hosts: u32) -> ActiveJob {
-        fs::write(job_dir.path("env.sh"), "export ACTIVATED=yes\n").unwrap();
+        let job = ActiveJob::begin(job_dir, cluster, "export ACTIVATED=yes\n");
+        job.wait_until("the workers run", || {
+            (0..2 * hosts).all(|rank| job.job_dir.path(&format!("ready.{rank}")).exists())
+        });
+        job
+    }
+
+    /// Starts a job of two workers per host whose `run.activate` is the shell script `activation`.
+    fn begin(job_dir: JobDirectory, cluster: &str, activation: &str) -> ActiveJob {
+        fs::write(job_dir.path("env.sh"), activation).unwrap();
         let text = format!(
             "name: served\ncluster: {{workers_per_host: 2{cluster}}}\nrun:\n  command: [sh, -c, 'touch ready.$RANK; exec \
              sleep 600']\n  activate: {{script: env.sh}}\n  env: {{FROM_JOB: job}}\n  grace_period: 1s\n"
         );
         fs::write(job_dir.path("job.yaml"), text).unwrap();
         let launch = job_dir.launch_command(&["job.yaml"]).stderr(Stdio::null()).spawn().unwrap();
-        let job = ActiveJob { job_dir, launch };
-        job.wait_until("the workers run", || {
-            (0..2 * hosts).all(|rank| job.job_dir.path(&format!("ready.{rank}")).exists())
-        });
-        // A worker may run before the message about its start has reached the controller.
-        job.wait_until("the controller knows the workers", || {
-            (0..2 * hosts).all(|rank| job.run_exec(rank, &["true"]).status.success())
-        });
-        job
+        ActiveJob { job_dir, launch }
     }
 
     /// Waits until `condition` holds.
@@ -90,6 +92,44 @@ fn a_command_runs_with_the_environment_of_its_rank() {
     let began = Instant::now();
     assert!(job.run_exec(0, &["sh", "-c", "sleep 100 & exit 0"]).status.success());
     assert!(began.elapsed() < Duration::from_secs(50), "waited for a process in the background");
+}
+
+#[test]
+fn a_command_waits_until_its_worker_has_started() {
+    let job_dir = JobDirectory::new();
+    let (begun, may_end) = (job_dir.path("activating"), job_dir.path("may_end"));
+    let wait = format!("while [ ! -e '{}' ]; do sleep 0.02; done", may_end.display());
+    let activation = format!("touch '{}'; {wait}; export ACTIVATED=yes\n", begun.display());
+    let mut job = ActiveJob::begin(job_dir, "", &activation);
+    job.wait_until("the activation runs", || begun.exists());
+    let mut client = job.exec_command(1, &["sh", "-c", "echo $RANK $ACTIVATED"]);
+    let mut client = client.stdout(Stdio::piped()).spawn().unwrap();
+    let mut killed = job.exec_command(0, &["touch", "from_killed_client"]).spawn().unwrap();
+    // the requests would be rejected in much less time
+    thread::sleep(Duration::from_secs(1));
+    assert_eq!(client.try_wait().unwrap(), None);
+    assert_eq!(killed.try_wait().unwrap(), None);
+    killed.kill().unwrap();
+    killed.wait().unwrap();
+    fs::write(&may_end, "").unwrap();
+    let output = client.wait_with_output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "1 yes\n");
+    assert!(!job.job_dir.path("from_killed_client").exists());
+
+    // A request that waits fails if its worker does not start.
+    job.job_dir.run_launch(&["stop", "--now", "--wait", "30"]);
+    job.launch.wait().unwrap();
+    for file in [&begun, &may_end] {
+        fs::remove_file(file).unwrap();
+    }
+    job.launch = job.job_dir.launch_command(&["job.yaml"]).stderr(Stdio::null()).spawn().unwrap();
+    job.wait_until("the activation runs", || begun.exists());
+    let client = job.exec_command(1, &["true"]).stderr(Stdio::piped()).spawn().unwrap();
+    thread::sleep(Duration::from_secs(1));
+    job.job_dir.run_launch(&["stop", "--now"]);
+    let output = client.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(3), "{}", output_to_text(&output));
+    assert!(output_to_text(&output).contains("exec-"), "{}", output_to_text(&output));
 }
 
 #[test]

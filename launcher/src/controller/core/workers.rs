@@ -97,10 +97,12 @@ impl ControllerCore {
         }
     }
 
-    /// Returns the host on which the worker of rank `rank` runs, or `None` if the worker does not
-    /// run.
-    pub(crate) fn find_host_of_running_worker(&self, rank: Rank) -> Option<HostIndex> {
-        self.workers.get(rank as usize).filter(|worker| worker.is_running()).map(|worker| worker.host)
+    /// Returns the host on which the worker of rank `rank` is started or runs, and whether it runs.
+    /// Returns `None` if there is no such worker at present.
+    pub(crate) fn find_host_of_worker(&self, rank: Rank) -> Option<(HostIndex, bool)> {
+        let worker = self.workers.get(rank as usize).filter(|worker| worker.ended.is_none())?;
+        let is_running = worker.is_running();
+        (is_running || matches!(self.state, AttemptState::Running)).then_some((worker.host, is_running))
     }
 
     /// Returns the state of the worker with rank `rank`, or `None` if host `id` does not run that

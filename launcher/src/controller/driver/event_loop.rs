@@ -63,6 +63,7 @@ impl ControllerDriver {
             } else {
                 self.process_event(event, &mut job_file, &mut hostfile).await;
             }
+            self.continue_waiting_exec_requests();
             self.flush_outboxes();
             if Instant::now() >= journal_tick {
                 journal_tick = Instant::now() + JOURNAL_SYNC_INTERVAL;

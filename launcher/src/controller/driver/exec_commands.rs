@@ -5,12 +5,13 @@ use crate::{
     connection::MessagePriority,
     controller::{
         core::HostIndex,
-        exec_socket::{ExecClient, ExecClientEvent},
+        exec_socket::{ExecClient, ExecClientCommand, ExecClientEvent},
     },
 };
 use diagnostic::{Diagnostic, codes::command};
 use jobspec::ids::Rank;
 use protocol::control::{ExecId, ExecReply, ExecRequest, PROTOCOL_VERSION, ToAgent};
+use std::mem;
 
 /// The largest number of `launch exec` processes that may be connected to the controller at the
 /// same time.
@@ -29,11 +30,11 @@ impl ControllerDriver {
                     outbox.send_message(MessagePriority::Critical, ExecReply::Failed(error));
                     return;
                 }
-                self.exec_clients.insert(id, ExecClient { outbox, host: None });
+                self.exec_clients.insert(id, ExecClient { outbox, command: ExecClientCommand::Unknown });
             }
             ExecClientEvent::Request(id, Ok(Some(request))) => self.handle_exec_request(id, request),
             ExecClientEvent::Request(id, Ok(None) | Err(_)) => {
-                if let Some(host) = self.exec_clients.remove(&id).and_then(|client| client.host) {
+                if let Some(host) = self.exec_clients.remove(&id).and_then(|client| client.host()) {
                     self.send_to_agent(host, ToAgent::Exec { id, request: ExecRequest::Cancel });
                 }
             }
@@ -43,34 +44,59 @@ impl ControllerDriver {
     /// Passes the request of a `launch exec` process to the agent on the host of the rank that the
     /// request names.
     fn handle_exec_request(&mut self, id: ExecId, request: ExecRequest) {
-        let Some(host) = self.exec_clients.get(&id).map(|client| client.host) else { return };
-        match (&request, host) {
-            (ExecRequest::Start { version, rank, .. }, None) => {
-                let found = match *version {
-                    PROTOCOL_VERSION => self.find_exec_host(*rank),
-                    other => Err(build_version_error(other)),
-                };
-                match found {
-                    Ok(host) => {
-                        if let Some(client) = self.exec_clients.get_mut(&id) {
-                            client.host = Some(host);
-                        }
-                        self.send_to_agent(host, ToAgent::Exec { id, request });
-                    }
-                    Err(error) => self.send_exec_reply(id, ExecReply::Failed(error)),
-                }
-            }
+        let Some(client) = self.exec_clients.get(&id) else { return };
+        match (&client.command, &request) {
+            (ExecClientCommand::Unknown, ExecRequest::Start { version, .. }) => match *version {
+                PROTOCOL_VERSION => self.start_exec_command(id, request),
+                other => self.send_exec_reply(id, ExecReply::Failed(build_version_error(other))),
+            },
             // The client violates the protocol.
-            (ExecRequest::Start { .. }, Some(_)) | (_, None) => {}
-            (_, Some(host)) => self.send_to_agent(host, ToAgent::Exec { id, request }),
+            (_, ExecRequest::Start { .. })
+            | (ExecClientCommand::Unknown | ExecClientCommand::Waiting(_), _) => {}
+            (&ExecClientCommand::Requested(host), _) => {
+                self.send_to_agent(host, ToAgent::Exec { id, request })
+            }
         }
     }
 
-    /// Finds the host on which the worker of a rank runs, for a request of `launch exec`.
-    fn find_exec_host(&self, rank: Rank) -> diagnostic::Result<HostIndex> {
+    /// Passes the request to start a command to the agent of the rank's host, or stores it until
+    /// the worker has started.
+    fn start_exec_command(&mut self, id: ExecId, request: ExecRequest) {
+        let ExecRequest::Start { rank, .. } = request else { return };
+        let found = self.find_exec_host(rank);
+        let Some(client) = self.exec_clients.get_mut(&id) else { return };
+        match found {
+            Ok((host, true)) => {
+                client.command = ExecClientCommand::Requested(host);
+                self.send_to_agent(host, ToAgent::Exec { id, request });
+            }
+            Ok((_, false)) => client.command = ExecClientCommand::Waiting(request),
+            Err(error) => self.send_exec_reply(id, ExecReply::Failed(error)),
+        }
+    }
+
+    /// Passes on those requests of `launch exec` whose workers have started since, and answers
+    /// those whose workers will not start.
+    pub(super) fn continue_waiting_exec_requests(&mut self) {
+        let is_waiting = |client: &ExecClient| matches!(client.command, ExecClientCommand::Waiting(_));
+        let clients = self.exec_clients.iter().filter(|(_, client)| is_waiting(client));
+        let waiting: Vec<ExecId> = clients.map(|(id, _)| *id).collect();
+        for id in waiting {
+            let Some(client) = self.exec_clients.get_mut(&id) else { continue };
+            let command = mem::replace(&mut client.command, ExecClientCommand::Unknown);
+            if let ExecClientCommand::Waiting(request) = command {
+                self.start_exec_command(id, request);
+            }
+        }
+    }
+
+    /// Finds the host on which the worker of a rank is started or runs, and whether it runs, for a
+    /// request of `launch exec`.
+    fn find_exec_host(&self, rank: Rank) -> diagnostic::Result<(HostIndex, bool)> {
         // A host whose agent is lost or released gets no messages.
-        let has_agent = |host: &HostIndex| self.agents.get(host).is_some_and(|agent| agent.outbox.is_some());
-        self.core.find_host_of_running_worker(rank).filter(has_agent).ok_or_else(|| {
+        let has_agent =
+            |(host, _): &(HostIndex, bool)| self.agents.get(host).is_some_and(|agent| agent.outbox.is_some());
+        self.core.find_host_of_worker(rank).filter(has_agent).ok_or_else(|| {
             let (run, world) = (&self.plan.run, self.plan.world);
             let message = match rank < world {
                 true => format!("rank {rank} of run {run} does not run at present"),
@@ -100,7 +126,7 @@ impl ControllerDriver {
         let ids: Vec<ExecId> = self
             .exec_clients
             .iter()
-            .filter(|(_, client)| client.host == Some(host))
+            .filter(|(_, client)| client.host() == Some(host))
             .map(|(id, _)| *id)
             .collect();
         for id in ids {
