@@ -10,15 +10,16 @@ use std::{
 };
 
 /// Submits a job of high priority that takes all nodes for a second, and waits until the preempted
-/// job `job` runs again after `restarts` restarts.
+/// job `job` has started again after `restarts` restarts. A short job may have ended by then.
 #[track_caller]
 fn preempt_job(cluster: &SlurmCluster, job: &str, nodes: u32, restarts: u32) {
     let preemptor = format!("sbatch -Q -p main -N{nodes} --exclusive -o /dev/null --wrap 'sleep 1'");
     cluster.run_on_node_successfully("h0", &preemptor);
     let again = || {
-        (cluster.read_job_field(job, "Restarts") == restarts.to_string()
-            && cluster.read_job_field(job, "JobState") == "RUNNING")
-            .then_some(())
+        let is_requeued = cluster.read_job_field(job, "Restarts") == restarts.to_string();
+        let state = cluster.read_job_field(job, "JobState");
+        let has_started = matches!(state.as_str(), "RUNNING" | "COMPLETED");
+        (is_requeued && has_started).then_some(())
     };
     wait_until("the requeue", || cluster.describe_job(job), again);
 }
