@@ -11,7 +11,8 @@ mod top;
 mod unmodified_programs;
 
 use crate::support::{
-    self, FinishedRun, JobDirectory, TINY_JOB, poll_pauses::PollPauses, simulated_hosts::SimulatedHosts,
+    self, FinishedRun, JobDirectory, TINY_JOB, poll_pauses::PollPauses,
+    process_list::find_processes_with_variable, simulated_hosts::SimulatedHosts,
 };
 use nix::{
     sys::signal::{Signal, kill},
@@ -422,13 +423,7 @@ fn fifty_consecutive_runs_leave_nothing_on_this_machine() {
         command.env("LAUNCH_TEST_MARKER", job_dir.path(""));
         let ran = FinishedRun::from_output(&command.output().unwrap());
         assert_eq!(ran.code, 0, "run {number}: {}", ran.stderr);
-        let is_marked = |pid: &str| {
-            let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-            environment.split(|byte| *byte == 0).any(|variable| variable == marker.as_bytes())
-        };
-        let pids = fs::read_dir("/proc").unwrap().flatten().map(|e| e.file_name());
-        let left: Vec<_> = pids.filter(|pid| is_marked(&pid.to_string_lossy())).collect();
-        assert!(left.is_empty(), "run {number}: {left:?}");
+        assert_eq!(find_processes_with_variable(&marker), Vec::<i32>::new(), "run {number}");
         assert_eq!(support::list_files_below(&temporary), Vec::<String>::new());
     }
 }

@@ -7,6 +7,7 @@ use crate::support::{
     self,
     environment::{TestDirectory, create_test_directory, launch_command},
     poll_pauses::PollPauses,
+    process_list::{find_processes_with_variable, read_command_line},
 };
 use nix::{
     fcntl::OFlag,
@@ -117,13 +118,8 @@ impl MarkedJob {
 
     /// Returns the processes of this job by pid, with their command lines.
     fn list_processes(&self) -> BTreeMap<i32, String> {
-        let marker = self.marker.as_bytes();
-        let has_marker = |pid: &i32| {
-            fs::read(format!("/proc/{pid}/environ")).is_ok_and(|e| e.split(|b| *b == 0).any(|v| v == marker))
-        };
-        let pids =
-            fs::read_dir("/proc").unwrap().flatten().filter_map(|e| e.file_name().to_str()?.parse().ok());
-        pids.filter(has_marker).map(|pid| (pid, read_command_line(pid))).collect()
+        let pids = find_processes_with_variable(&self.marker).into_iter();
+        pids.map(|pid| (pid, read_command_line(pid))).collect()
     }
 
     /// Waits until no process of this job remains. Panics after [`WAIT_LIMIT`].
@@ -172,12 +168,6 @@ impl MarkedJob {
         ];
         support::assert_snapshot(self.dir.path(), name, messages, &filters);
     }
-}
-
-/// Reads the command line of a process. Returns an empty string if the process has ended.
-fn read_command_line(pid: i32) -> String {
-    let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    String::from_utf8_lossy(&bytes).replace('\0', " ")
 }
 
 /// A job whose controller has ended.

@@ -1,7 +1,7 @@
 //! Tests that a run with copies of its state in memory repeats no step before its most recent copy
 //! after a worker was killed or a host was lost, and that its weights do not change.
 use super::*;
-use crate::support::slowed_worker::SlowedWorker;
+use crate::support::{process_list::list_processes, slowed_worker::SlowedWorker};
 
 /// The setting of a run that makes no checkpoints while it trains.
 pub(super) const NO_CHECKPOINTS: &str = "checkpoint.every=never";
@@ -39,9 +39,7 @@ pub(super) fn list_workers(controller: u32) -> Vec<i32> {
         let is_builtin = words.split(|byte| *byte == 0).nth(1) == Some(b"worker");
         is_builtin && parent(*pid).and_then(parent) == Some(controller as i32)
     };
-    let entries = fs::read_dir("/proc").unwrap().flatten();
-    let mut pids: Vec<i32> =
-        entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_worker).collect();
+    let mut pids: Vec<i32> = list_processes().filter(is_worker).collect();
     pids.sort_unstable();
     pids
 }

@@ -5,6 +5,7 @@ use crate::support::{
     environment::{LAUNCH_EXECUTABLE, SIMULATION_ROOT, clean_command},
     generate_corpus, output_to_text,
     poll_pauses::PollPauses,
+    process_list::{find_processes_with_variable, read_command_line},
     report_skip,
 };
 use nix::fcntl::{Flock, FlockArg};
@@ -244,17 +245,9 @@ impl SlurmCluster {
     /// Waits until no process of the test remains on any node. Panics after [`WAIT_LIMIT`].
     #[track_caller]
     pub(super) fn assert_nothing_left(&self) {
-        let marker = format!("LAUNCH_TEST_MARKER={}", self.marker()).into_bytes();
-        let is_marked = |pid: &i32| {
-            fs::read(format!("/proc/{pid}/environ")).is_ok_and(|e| e.split(|b| *b == 0).any(|v| v == marker))
-        };
+        let marker = format!("LAUNCH_TEST_MARKER={}", self.marker());
         let alive = || -> Vec<String> {
-            let pids =
-                fs::read_dir("/proc").unwrap().flatten().filter_map(|e| e.file_name().to_str()?.parse().ok());
-            let line = |pid: i32| {
-                fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default().replace('\0', " ")
-            };
-            pids.filter(is_marked).map(line).collect()
+            find_processes_with_variable(&marker).into_iter().map(read_command_line).collect()
         };
         wait_until("the end of all processes", || alive().join("\n"), || alive().is_empty().then_some(()));
     }

@@ -5,6 +5,7 @@ use super::{
 };
 use crate::support::{
     environment::{clean_command, launch_command},
+    process_list::{list_processes, read_command_line},
     report_skip,
     simulated_hosts::SimulatedHosts,
 };
@@ -321,23 +322,17 @@ fn a_missing_or_wrong_or_hanging_ssh_is_reported() {
 
 /// Counts the processes of this machine whose command line is `command`.
 fn count_processes(command: &str) -> usize {
-    let lines = fs::read_dir("/proc").expect("/proc").flatten().filter_map(|entry| {
-        let line = fs::read(entry.path().join("cmdline")).ok()?;
-        Some(String::from_utf8_lossy(&line).replace('\0', " ").trim().to_owned())
-    });
-    lines.filter(|line| line == command).count()
+    list_processes().filter(|pid| read_command_line(*pid).trim() == command).count()
 }
 
 /// Lists the child processes of a process that are called `ssh`.
 fn list_ssh_children(parent: u32) -> Vec<i32> {
-    let entries = fs::read_dir("/proc").expect("/proc").flatten();
-    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    pids.filter(|pid| {
+    let is_child = |pid: &i32| {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
         let rest = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
         stat.contains("(ssh)") && rest.split_whitespace().nth(1) == Some(&parent.to_string())
-    })
-    .collect()
+    };
+    list_processes().filter(is_child).collect()
 }
 
 /// Starts `launch ARGS…` in the directory of a job, with its output in the file `name`.

@@ -1,5 +1,6 @@
 //! Creates the commands by which tests start programs. The environment of these programs depends on
 //! the test, and not on the user.
+use super::process_list::{has_variable, list_processes};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -45,15 +46,10 @@ impl Drop for TestDirectory {
 /// Kills all processes whose home directory is below `directory`.
 fn kill_processes_at_home(directory: &Path) {
     let home = format!("HOME={}/", directory.display());
-    let lives_below = |pid: &i32| {
-        let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-        environment.split(|byte| *byte == 0).any(|variable| variable.starts_with(home.as_bytes()))
-    };
+    let lives_below = |pid: &i32| has_variable(*pid, |variable| variable.starts_with(home.as_bytes()));
     // A process may start another one before it is killed.
     for _ in 0..10 {
-        let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-        let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-        let found: Vec<i32> = pids.filter(lives_below).collect();
+        let found: Vec<i32> = list_processes().filter(lives_below).collect();
         if found.is_empty() {
             return;
         }

@@ -1,8 +1,10 @@
 //! Reads the events of a run while the run continues, and finds the processes of its workers.
-use super::JobDirectory;
+use super::{
+    JobDirectory,
+    process_list::{find_processes_with_variable, has_variable, read_command_line},
+};
 use serde_json::Value;
 use std::{
-    fs,
     io::{BufRead, BufReader},
     process::Child,
     sync::mpsc,
@@ -16,17 +18,11 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 /// Finds the process of a rank of the run in the directory of a test.
 pub(crate) fn find_worker(job: &JobDirectory, rank: u32) -> u32 {
     let (rank, directory) = (format!("RANK={rank}"), job.path("").display().to_string());
-    let is_worker = |pid: &u32| {
-        let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-        let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        let text = String::from_utf8_lossy(&environment).into_owned();
-        text.split('\0').any(|variable| variable == rank)
-            && text.contains(directory.trim_end_matches('/'))
-            && String::from_utf8_lossy(&command).contains("\0worker")
-    };
-    let processes = fs::read_dir("/proc").unwrap().flatten();
-    let found = processes.filter_map(|e| e.file_name().to_str()?.parse().ok()).find(is_worker);
-    found.expect("the process of the rank")
+    let is_of_test =
+        |variable: &[u8]| String::from_utf8_lossy(variable).contains(directory.trim_end_matches('/'));
+    let is_worker = |pid: &i32| has_variable(*pid, is_of_test) && read_command_line(*pid).contains(" worker");
+    let found = find_processes_with_variable(&rank).into_iter().find(is_worker);
+    found.expect("the process of the rank") as u32
 }
 
 /// Reads events until one fits.

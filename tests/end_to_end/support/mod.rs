@@ -5,6 +5,7 @@ pub(crate) mod fork_server;
 pub(crate) mod live_run;
 pub(crate) mod openmetrics;
 pub(crate) mod poll_pauses;
+pub(crate) mod process_list;
 pub(crate) mod resumed_job;
 pub(crate) mod served_page;
 pub(crate) mod simulated_hosts;

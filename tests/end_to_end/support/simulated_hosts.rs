@@ -3,7 +3,7 @@
 
 use super::{
     environment::{LAUNCH_EXECUTABLE, SIMULATION_ROOT, clean_command},
-    report_skip,
+    process_list, report_skip,
 };
 use std::{
     fs::{self, DirBuilder, File},
@@ -232,14 +232,11 @@ pub(crate) fn list_processes_of_host(host_directory: &Path) -> Vec<(i32, String)
     let Ok(pid_namespace) = fs::read_link(format!("/proc/{}/ns/pid", first.trim())) else {
         return Vec::new();
     };
-    let pids = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    let on_host =
-        pids.filter(|pid| fs::read_link(format!("/proc/{pid}/ns/pid")).is_ok_and(|s| s == pid_namespace));
-    let lines = on_host.filter_map(|pid| {
-        let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
-        Some((pid, String::from_utf8_lossy(&line).replace('\0', " ").trim().to_owned()))
-    });
+    let is_on_host = |pid: &i32| {
+        fs::read_link(format!("/proc/{pid}/ns/pid")).is_ok_and(|namespace| namespace == pid_namespace)
+    };
+    let on_host = process_list::list_processes().filter(is_on_host);
+    let lines = on_host.map(|pid| (pid, process_list::read_command_line(pid).trim().to_owned()));
     let infrastructure = ["hostinit", "/usr/sbin/sshd -f", "sshd: /usr/sbin/sshd", "sleep 86400"];
     lines.filter(|(_, line)| !line.is_empty() && !infrastructure.iter().any(|f| line.contains(f))).collect()
 }
